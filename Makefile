@@ -1,0 +1,29 @@
+# Every target sets up what it needs: `make demo` and `make test` work on a fresh clone.
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test bench lint
+
+setup: $(STAMP)
+
+# torch is asked for first and pinned: an open range may pull a CUDA build of several GB.
+$(STAMP): pyproject.toml
+	test -x $(PY) || python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(STAMP)
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+test: lint
+	$(PY) -m pytest
+
+demo: setup
+	$(PY) -m depthbatch generate demo
+
+bench: setup
+	$(PY) -m depthbatch bench throughput

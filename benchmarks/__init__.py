@@ -1,0 +1,1 @@
+"""Measurement: traces, simulator, throughput, latency."""

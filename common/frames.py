@@ -1,0 +1,86 @@
+"""Byte layout of the int32 frames that go from scheduler to worker (architecture, section 3).
+
+A decode stage's frame is exactly the static input buffer of that (stage, bucket): the worker copies it once and
+replays. Padding rows are all zero: slot 0 and block 0 are dummies. ::
+
+    prelude, core, coda:   int32 [3, bucket]
+        row 0   slot
+        row 1   position       of the token this row carries (0-based); its K/V goes there, context = position + 1
+        row 2   prelude: logical block to put into block_table[slot, position // block_size], 0 = none
+                core:    loop this step runs (1-based)
+                coda:    exit loop of the token (1-based)
+
+    prefill:   int32 [4 * n_seqs + n_tokens + 3 * n_updates]
+        slot [n_seqs] | start [n_seqs] | length [n_seqs] | sample [n_seqs] | token ids [n_tokens] | updates [n_updates, 3]
+        start:   position of the chunk's first token          sample: 1 if the chunk ends its prompt (logits wanted)
+        updates: (slot, block_table index, logical block)
+
+    slot parameters (optional second frame, applied before the stage):  int32 [n, SLOT_PARAM_FIELDS], see SlotParam
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+ROW_FIELDS = 3
+ROW_SLOT, ROW_POSITION, ROW_AUX = range(ROW_FIELDS)
+
+
+class Stage(IntEnum):
+    """What the worker can run."""
+
+    PREFILL = 0
+    PRELUDE = 1
+    CORE = 2
+    CODA = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class SlotParam(IntEnum):
+    """Columns of the slot parameter frame. F32 columns hold the bits of a float32."""
+
+    SLOT = 0
+    GATE = 1
+    EXIT_THRESHOLD = 2  # f32
+    TEMPERATURE = 3  # f32, 0 = greedy
+    TOP_K = 4  # 0 = off
+    TOP_P = 5  # f32
+    MIN_P = 6  # f32
+    SEED_LOW = 7
+    SEED_HIGH = 8
+    FIRST_OUTPUT = 9  # position of the request's first output token (= prompt length)
+    STATE_SEED = 10  # seed of the initial recurrent state (Huginn, state_init = seeded)
+
+
+SLOT_PARAM_FIELDS = len(SlotParam)
+SLOT_PARAM_FLOATS = (SlotParam.EXIT_THRESHOLD, SlotParam.TEMPERATURE, SlotParam.TOP_P, SlotParam.MIN_P)
+
+
+class PrefillFrame(NamedTuple):
+    """The parts of a prefill frame, as views."""
+
+    slots: Int32Array  # [n_seqs]
+    starts: Int32Array  # [n_seqs]
+    lengths: Int32Array  # [n_seqs]
+    sample: Int32Array  # [n_seqs]
+    token_ids: Int32Array  # [n_tokens]
+    updates: Int32Array  # [n_updates, 3]
+
+
+def split_prefill_frame(frame: Int32Array, n_seqs: int, n_tokens: int, n_updates: int) -> PrefillFrame:
+    """Cuts a prefill frame into its parts without copying.
+
+    Raises ValueError when the frame's size is not that of the counts.
+    """
+    if frame.size != 4 * n_seqs + n_tokens + 3 * n_updates:
+        raise ValueError(f"prefill frame has {frame.size} int32, not 4*{n_seqs} + {n_tokens} + 3*{n_updates}")
+    heads = frame[: 4 * n_seqs].reshape(4, n_seqs)
+    tokens_end = 4 * n_seqs + n_tokens
+    return PrefillFrame(*heads, frame[4 * n_seqs : tokens_end], frame[tokens_end:].reshape(n_updates, 3))

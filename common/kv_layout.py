@@ -1,0 +1,55 @@
+"""KV layouts: which of a block's S planes a row uses at loop r (architecture, section 5).
+
+A core layer's cache has ``num_blocks * S`` physical blocks; logical block ``j`` owns the physical blocks
+``j * S .. j * S + S - 1``, its planes::
+
+    logical block j:   | plane 0 | plane 1 | ... | plane S-1 |      each [heads, block_size, head_dim]
+
+Knows nothing of tensors; loops count from 1.
+"""
+
+from enum import StrEnum
+
+
+class KVLayout(StrEnum):
+    """The published names of the ways to store K/V of several loops."""
+
+    SINGLE = "single"
+    FIRST_THEN_SHARED = "first_then_shared"
+    LAST_EXITED = "last_exited"
+    DEPTH_INDEXED = "depth_indexed"
+
+    def num_planes(self, r_max: int) -> int:
+        """S, the KV slots per core layer and token."""
+        match self:
+            case KVLayout.SINGLE:
+                return 1
+            case KVLayout.FIRST_THEN_SHARED:
+                return min(2, r_max)
+            case _:
+                return r_max
+
+    def plane(self, loop: int) -> int:
+        """The plane that loop ``loop`` (1-based) writes and reads."""
+        match self:
+            case KVLayout.SINGLE:
+                return 0
+            case KVLayout.FIRST_THEN_SHARED:
+                return min(loop - 1, 1)
+            case _:
+                return loop - 1
+
+    def planes_to_fill(self, exit_loop: int, r_max: int) -> range:
+        """Planes that must receive a copy of plane ``plane(exit_loop)`` when a token exits at ``exit_loop``."""
+        match self:
+            case KVLayout.FIRST_THEN_SHARED:
+                return range(1, 2) if exit_loop == 1 < r_max else range(0)
+            case KVLayout.LAST_EXITED:
+                return range(exit_loop, r_max)
+            case _:
+                return range(0)
+
+    @property
+    def allows_early_exit(self) -> bool:
+        """False for ``depth_indexed``: a token that exits early would leave holes that deeper tokens read."""
+        return self is not KVLayout.DEPTH_INDEXED

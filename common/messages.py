@@ -1,0 +1,224 @@
+"""Every message that crosses a process boundary, one union a direction; decoding is strict.
+
+Wire form: msgpack arrays with the tag first (msgspec). Bulk numbers travel as raw little-endian bytes (``bytes``
+fields, or the int32 frames of ``common.frames`` as further parts of a multipart message). Nothing is ever
+unpickled and no type name is taken from the wire.
+
+    frontend -> scheduler   FrontendMessage      submit, abort, stats, shutdown
+    scheduler -> frontend   SchedulerMessage     engine ready, tokens, rejected, heartbeat, stats, fatal
+    scheduler -> worker     WorkerCommand        stage batch (+ frames), shutdown
+    worker -> scheduler     WorkerMessage        worker ready, stage result, heartbeat, fatal
+"""
+
+import msgspec
+from depthbatch.common.errors import DecodeError
+from depthbatch.common.gates import Gate
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What scheduler and worker need of a request's parameters; validated and resolved at the edge.
+
+    ``gate``, ``exit_threshold``, ``min_loops`` and ``max_loops`` are final here: no defaults are left to apply.
+    ``seed`` is 64 bits; random draws are a function of (seed, position) only.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included, empty with ignore_eos
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    gate: Gate = Gate.NONE
+    exit_threshold: float = 1.0
+    min_loops: int = 1
+    max_loops: int = 1
+    exit_depths: bytes = b""  # replay: uint8 a decode token; missing entries mean max_loops
+    priority: int = 0
+
+
+# --- frontend -> scheduler
+
+
+class Submit(_Message):
+    request_id: int
+    prompt: bytes  # int32 token ids
+    params: RequestParams
+    generated: bytes = b""  # int32 tokens already produced, when a request is resubmitted after a crash
+
+
+class Abort(_Message):
+    request_id: int
+
+
+class GetStats(_Message):
+    pass
+
+
+class Shutdown(_Message):
+    drain: bool = False
+
+
+FrontendMessage = Submit | Abort | GetStats | Shutdown
+
+
+# --- scheduler -> frontend
+
+
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the running engine is; sent by the worker at start, passed on to the frontend."""
+
+    model: str
+    architecture: str
+    vocab_size: int
+    r_max: int  # loops of a full-depth token
+    r_min: int  # fewest loops after which a gate may let a token go
+    default_gate: Gate
+    gates: tuple[Gate, ...]  # gates this engine can run
+    default_threshold: float
+    kv_layout: str
+    block_size: int
+    num_blocks: int  # logical blocks, the dummy block 0 included
+    kv_bytes_per_token: int
+    max_model_len: int
+    boundary_layers: int  # transformer layers outside the core; decides the default K
+    buckets: tuple[int, ...]  # ascending row counts of decode stages
+    device: str
+    dtype: str
+
+
+class EngineReady(_Message):
+    info: EngineInfo
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One step's news of one request. ``finish_reason`` is set on the last event, which may carry no token."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    exit_depths: tuple[int, ...]
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    stop_reason: int | None = None  # the stop token id that ended it
+
+
+class Tokens(_Message):
+    events: tuple[TokenEvent, ...]
+
+
+class Rejected(_Message):
+    request_id: int
+    reason: str
+    param: str | None = None
+
+
+class SchedulerHeartbeat(_Message):
+    steps: int  # stages completed since start
+    oldest_work_age_s: float  # age of the oldest unfinished stage or runnable request, 0 when idle
+    worker_pid: int
+    worker_steps: int
+    num_running: int
+    num_waiting: int
+
+
+class SchedulerStats(_Message):
+    """Counters since start: nested plain maps, so that benchmarks and metrics read them by name."""
+
+    values: dict[str, float]
+
+
+class Fatal(_Message):
+    """The sender cannot go on; it exits after this message."""
+
+    process: str
+    message: str
+    user_error: bool = False  # True: a bad option or model, exit code 2
+
+
+SchedulerMessage = EngineReady | Tokens | Rejected | SchedulerHeartbeat | SchedulerStats | Fatal
+
+
+# --- scheduler -> worker
+
+
+class StageBatch(_Message):
+    """Header of a stage; the int32 frame of ``common.frames`` is the next part, slot parameters the one after it.
+
+    ``variant`` is a set of Variant bits: the cheaper forms of a stage that a batch can do with.
+    ``after_no_work`` tells the worker how to book the wait before this stage: True when nothing was runnable.
+    """
+
+    step_id: int
+    stage: int  # frames.Stage
+    bucket: int  # rows of the frame; prefill: 0
+    rows: int  # real rows; prefill: sequences
+    n_tokens: int = 0  # prefill only
+    n_updates: int = 0  # prefill only
+    variant: int = 0
+    n_slot_params: int = 0  # rows of the slot parameter frame; 0 = no such frame
+    after_no_work: bool = False
+
+
+class Variant:
+    """Bits of StageBatch.variant."""
+
+    SAMPLE = 1  # some row has temperature > 0
+    GATES = 2  # some row has a gate that decides on the device
+
+
+WorkerCommand = StageBatch | Shutdown
+
+
+# --- worker -> scheduler
+
+
+class WorkerReady(_Message):
+    pid: int
+    info: EngineInfo
+
+
+class StageResult(_Message):
+    """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). ``flags``: uint8 a row (core:
+    1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). Times are seconds on
+    the worker's clock."""
+
+    step_id: int
+    start_s: float
+    end_s: float
+    token_ids: bytes = b""
+    flags: bytes = b""
+
+
+class WorkerHeartbeat(_Message):
+    steps: int
+    busy_s: float
+    idle_scheduler_s: float
+    idle_no_work_s: float
+
+
+WorkerMessage = WorkerReady | StageResult | WorkerHeartbeat | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: _Message) -> bytes:
+    """A message as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+class MessageDecoder:
+    """Strict decoder of one direction's union, e.g. ``MessageDecoder(FrontendMessage)``."""
+
+    def __init__(self, union: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, data: bytes | memoryview) -> object:
+        """The message; raises DecodeError on anything that is not a member of the union."""
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise DecodeError(f"bad message: {error}") from None

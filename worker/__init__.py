@@ -1,0 +1,1 @@
+"""The device worker: weights, KV memory, stages, gates, sampling."""

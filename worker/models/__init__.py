@@ -1,0 +1,1 @@
+"""Looped model architectures; a new model is one file here."""

@@ -1,0 +1,1 @@
+"""Training of demo models and exit gates."""
