@@ -22,19 +22,13 @@ class EngineConfig:
     """Every option of the engine. None means: found out at start (the help says from what)."""
 
     model: str = option("demo", "model directory, Hugging Face repo id, or 'demo'")
-    load_format: str = option(
-        "auto", "'dummy' makes seeded random weights from config.json", ("auto", "dummy")
-    )
+    load_format: str = option("auto", "'dummy' makes seeded random weights from config.json", ("auto", "dummy"))
     device: str = option("auto", "auto, cpu, cuda or simulated:PROFILE.json")
-    dtype: str = option(
-        "auto", "dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16")
-    )
+    dtype: str = option("auto", "dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16"))
     policy: str = option("refill", "how stages are ordered", POLICIES)
     max_num_seqs: int = option(64, "W: most sequences that are active at a time")
     max_num_batched_tokens: int = option(8192, "M: most prompt tokens in one prefill batch")
-    min_free_slots: int | None = option(
-        None, "S: free slots that a prefill waits for (default max(1, W // 8))"
-    )
+    min_free_slots: int | None = option(None, "S: free slots that a prefill waits for (default max(1, W // 8))")
     min_coda_batch: int | None = option(
         None,
         "K: exited rows that coda waits for under refill (default 1, or W // 4 with layers outside the core)",

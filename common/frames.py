@@ -83,4 +83,6 @@ def split_prefill_frame(frame: Int32Array, n_seqs: int, n_tokens: int, n_updates
         raise ValueError(f"prefill frame has {frame.size} int32, not 4*{n_seqs} + {n_tokens} + 3*{n_updates}")
     heads = frame[: 4 * n_seqs].reshape(4, n_seqs)
     tokens_end = 4 * n_seqs + n_tokens
-    return PrefillFrame(*heads, frame[4 * n_seqs : tokens_end], frame[tokens_end:].reshape(n_updates, 3))
+    return PrefillFrame(
+        heads[0], heads[1], heads[2], heads[3], frame[4 * n_seqs : tokens_end], frame[tokens_end:].reshape(n_updates, 3)
+    )

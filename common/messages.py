@@ -45,22 +45,22 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 # --- frontend -> scheduler
 
 
-class Submit(_Message):
+class Submit(_Message, frozen=True):
     request_id: int
     prompt: bytes  # int32 token ids
     params: RequestParams
     generated: bytes = b""  # int32 tokens already produced, when a request is resubmitted after a crash
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True):
     request_id: int
 
 
-class GetStats(_Message):
+class GetStats(_Message, frozen=True):
     pass
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True):
     drain: bool = False
 
 
@@ -92,7 +92,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     dtype: str
 
 
-class EngineReady(_Message):
+class EngineReady(_Message, frozen=True):
     info: EngineInfo
 
 
@@ -106,17 +106,17 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     stop_reason: int | None = None  # the stop token id that ended it
 
 
-class Tokens(_Message):
+class Tokens(_Message, frozen=True):
     events: tuple[TokenEvent, ...]
 
 
-class Rejected(_Message):
+class Rejected(_Message, frozen=True):
     request_id: int
     reason: str
     param: str | None = None
 
 
-class SchedulerHeartbeat(_Message):
+class SchedulerHeartbeat(_Message, frozen=True):
     steps: int  # stages completed since start
     oldest_work_age_s: float  # age of the oldest unfinished stage or runnable request, 0 when idle
     worker_pid: int
@@ -125,13 +125,13 @@ class SchedulerHeartbeat(_Message):
     num_waiting: int
 
 
-class SchedulerStats(_Message):
+class SchedulerStats(_Message, frozen=True):
     """Counters since start: nested plain maps, so that benchmarks and metrics read them by name."""
 
     values: dict[str, float]
 
 
-class Fatal(_Message):
+class Fatal(_Message, frozen=True):
     """The sender cannot go on; it exits after this message."""
 
     process: str
@@ -145,7 +145,7 @@ SchedulerMessage = EngineReady | Tokens | Rejected | SchedulerHeartbeat | Schedu
 # --- scheduler -> worker
 
 
-class StageBatch(_Message):
+class StageBatch(_Message, frozen=True):
     """Header of a stage; the int32 frame of ``common.frames`` is the next part, slot parameters the one after it.
 
     ``variant`` is a set of Variant bits: the cheaper forms of a stage that a batch can do with.
@@ -176,12 +176,12 @@ WorkerCommand = StageBatch | Shutdown
 # --- worker -> scheduler
 
 
-class WorkerReady(_Message):
+class WorkerReady(_Message, frozen=True):
     pid: int
     info: EngineInfo
 
 
-class StageResult(_Message):
+class StageResult(_Message, frozen=True):
     """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). ``flags``: uint8 a row (core:
     1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). Times are seconds on
     the worker's clock."""
@@ -193,7 +193,7 @@ class StageResult(_Message):
     flags: bytes = b""
 
 
-class WorkerHeartbeat(_Message):
+class WorkerHeartbeat(_Message, frozen=True):
     steps: int
     busy_s: float
     idle_scheduler_s: float

@@ -56,15 +56,11 @@ class AttentionBackend(ABC):
         self.geometry = geometry
 
     @abstractmethod
-    def decode(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: DecodeRows
-    ) -> torch.Tensor:
+    def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
         """Appends k, v [B, Hkv, Dh] at each row's position, attends q [B, H, Dh] to positions 0..position -> [B, H*Dh]."""
 
     @abstractmethod
-    def prefill(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PrefillRows
-    ) -> torch.Tensor:
+    def prefill(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
         """Appends k, v [N, Hkv, Dh], attends causally within each sequence (cached part included) -> [N, H*Dh]."""
 
     @abstractmethod

@@ -54,9 +54,7 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, layout: KVLayout) -> int:
         """K and V bytes of one token over all cache layers and planes."""
-        return (
-            sum(self.planes_per_layer(layout)) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        )
+        return sum(self.planes_per_layer(layout)) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class AttentionContext(Protocol):
@@ -86,9 +84,7 @@ class LoopedModel(Protocol):
         """Embeds token_ids [N] at positions [N] and runs the layers before the loop. state_seeds [N] int32."""
         ...
 
-    def core(
-        self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext
-    ) -> WorkItem:
+    def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
         """One loop of every row; loops [N] int32, 1-based, may differ between rows."""
         ...
 
