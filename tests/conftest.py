@@ -1,0 +1,9 @@
+"""One torch thread for every test: fp32 GEMMs are then bitwise independent of batch size (hardware notes, Numerics)."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+torch.set_num_threads(1)
