@@ -1,0 +1,137 @@
+"""Paged decode attention in Triton: split-KV flash decoding over rows at different planes of one cache.
+
+Portable (Ampere and newer, nothing to build), used where no FlashAttention is installed. Three launches a layer, all
+with shapes fixed by (rows, heads, splits), so a captured graph replays them at any context length:
+
+    append    grid [B]               k, v of each row -> its physical block
+    partial   grid [B, Hkv, splits]  online softmax over the split's share of the row's blocks
+    combine   grid [B, H]            merges the splits
+
+Cache layout: K and V ``[physical blocks, block_size, Hkv, Dh]``; the physical block is
+``block_tables[slot, j] * num_planes + plane``. Runs on a CPU under ``TRITON_INTERPRET=1``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from depthbatch.worker.attention.interface import DecodeRows
+
+SPLITS = 8  # shares of a row's context: enough to fill a GPU at one row, cheap to merge
+
+
+@triton.jit
+def _append(
+    k, v, k_cache, v_cache, slots, positions, planes, block_tables, table_stride, num_planes,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot, position, plane = tl.load(slots + row), tl.load(positions + row), tl.load(planes + row)
+    block = tl.load(block_tables + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE)
+    physical = block.to(tl.int64) * num_planes + plane
+    lane = tl.arange(0, WIDTH)  # the row's [Hkv * Dh] values, contiguous on both sides
+    live = lane < HEADS * DIM
+    target = (physical * BLOCK_SIZE + position % BLOCK_SIZE) * HEADS * DIM + lane
+    source = row * HEADS * DIM + lane
+    tl.store(k_cache + target, tl.load(k + source, mask=live), mask=live)
+    tl.store(v_cache + target, tl.load(v + source, mask=live), mask=live)
+
+
+@triton.jit
+def _partial(
+    q, k_cache, v_cache, slots, positions, planes, block_tables, part_out, part_max, part_sum,
+    table_stride, num_planes, scale,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, plane = tl.load(slots + row).to(tl.int64), tl.load(planes + row)
+    context = tl.load(positions + row) + 1
+    blocks = tl.cdiv(context, BLOCK_SIZE)
+    share = tl.cdiv(blocks, SPLITS)
+    first, end = split * share, tl.minimum(split * share + share, blocks)
+
+    dims = tl.arange(0, DIM_PAD)
+    members = tl.arange(0, GROUP_PAD)
+    offsets = tl.arange(0, BLOCK_SIZE)
+    live_dims = dims < DIM
+    live_q = (members[:, None] < GROUP) & live_dims[None, :]
+    heads = kv_head * GROUP + members
+    q_index = (row * HEADS * GROUP + heads[:, None]) * DIM + dims[None, :]
+    q_rows = tl.load(q + q_index, mask=live_q, other=0.0).to(tl.float32) * scale  # [G, Dh]
+
+    highest = tl.full([GROUP_PAD], -1e30, tl.float32)  # finite: an empty split must not make NaN
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for j in range(first, end):
+        block = tl.load(block_tables + slot * table_stride + j)
+        base = ((block.to(tl.int64) * num_planes + plane) * BLOCK_SIZE) * HEADS * DIM
+        index = base + (offsets[:, None] * HEADS + kv_head) * DIM + dims[None, :]
+        k_tile = tl.load(k_cache + index, mask=live_dims[None, :], other=0.0).to(tl.float32)  # [block, Dh]
+        v_tile = tl.load(v_cache + index, mask=live_dims[None, :], other=0.0).to(tl.float32)
+        seen = j * BLOCK_SIZE + offsets < context
+        scores = tl.sum(q_rows[:, None, :] * k_tile[None, :, :], axis=2)  # [G, block]
+        scores = tl.where(seen[None, :], scores, -1e30)
+        v_tile = tl.where(seen[:, None], v_tile, 0.0)  # unwritten memory may hold NaN
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        shrink = tl.exp(highest - new_highest)
+        weights = tl.exp(scores - new_highest[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * v_tile[None, :, :], axis=1)
+        highest = new_highest
+    part = (row * HEADS * GROUP + heads) * SPLITS + split
+    tl.store(part_out + part[:, None] * DIM + dims[None, :], acc, mask=live_q)
+    tl.store(part_max + part, highest, mask=members < GROUP)
+    tl.store(part_sum + part, total, mask=members < GROUP)
+
+
+@triton.jit
+def _combine(
+    part_out, part_max, part_sum, out,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row_head = tl.program_id(0) * NUM_HEADS + tl.program_id(1)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
+    live = dims < DIM
+    highs = tl.load(part_max + row_head * SPLITS + splits)
+    weights = tl.exp(highs - tl.max(highs, axis=0))
+    total = tl.sum(weights * tl.load(part_sum + row_head * SPLITS + splits), axis=0)
+    index = (row_head * SPLITS + splits[:, None]) * DIM + dims[None, :]
+    parts = tl.load(part_out + index, mask=live[None, :], other=0.0)
+    merged = tl.sum(parts * weights[:, None], axis=0) / total
+    tl.store(out + row_head * DIM + dims, merged.to(out.dtype.element_ty), mask=live)
+
+
+def append_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: DecodeRows, num_planes: int
+) -> None:
+    """Writes k, v [B, Hkv, Dh] at each row's position; caches [blocks * planes, block_size, Hkv, Dh]."""
+    batch, heads, dim = k.shape
+    _append[(batch,)](
+        k.contiguous(), v.contiguous(), k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
+        rows.block_tables.stride(0), num_planes,
+        BLOCK_SIZE=k_cache.shape[1], HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(heads * dim),
+    )  # fmt: skip
+
+
+def decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: DecodeRows, num_planes: int
+) -> torch.Tensor:
+    """q [B, H, Dh] attends to positions 0..position of its row -> [B, H, Dh] in q's dtype, fp32 inside."""
+    batch, num_heads, dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    group, dim_pad = num_heads // kv_heads, triton.next_power_of_2(dim)
+    part_out = torch.empty((batch, num_heads, SPLITS, dim), dtype=torch.float32, device=q.device)
+    part_max = torch.empty((batch, num_heads, SPLITS), dtype=torch.float32, device=q.device)
+    part_sum = torch.empty_like(part_max)
+    out = torch.empty((batch, num_heads, dim), dtype=q.dtype, device=q.device)
+    _partial[(batch, kv_heads, SPLITS)](
+        q.contiguous(), k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
+        part_out, part_max, part_sum, rows.block_tables.stride(0), num_planes, dim**-0.5,
+        BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
+        DIM=dim, DIM_PAD=dim_pad, SPLITS=SPLITS,
+    )  # fmt: skip
+    _combine[(batch, num_heads)](
+        part_out, part_max, part_sum, out, NUM_HEADS=num_heads, DIM=dim, DIM_PAD=dim_pad, SPLITS=SPLITS
+    )
+    return out
