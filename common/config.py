@@ -46,6 +46,11 @@ class EngineConfig:
     exit_threshold: float | None = option(None, "threshold of requests that name none (default: the model's)")
     min_loops: int | None = option(None, "fewest loops before a gate may exit (default: the model's)")
     max_loops: int | None = option(None, "r_max: loops of a full-depth token (default: the model's)")
+    state_init: str = option(
+        "zero",
+        "initial recurrent state of models that have one: zeros, or a function of (seed, position)",
+        ("zero", "seeded"),
+    )
     preemption: str = option("recompute", "what happens when KV blocks run out", PREEMPTION)
     async_scheduling: str = option("off", "how far the scheduler runs ahead of the worker", ASYNC_MODES)
     threads: int | None = option(None, "threads of the CPU worker (default: the cores it may use)")
