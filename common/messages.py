@@ -4,7 +4,7 @@ Wire form: msgpack arrays with the tag first (msgspec). Bulk numbers travel as r
 fields, or the int32 frames of ``common.frames`` as further parts of a multipart message). Nothing is ever
 unpickled and no type name is taken from the wire.
 
-    frontend -> scheduler   FrontendMessage      submit, abort, stats, shutdown
+    frontend -> scheduler   FrontendMessage      hello, submit, abort, stats, shutdown
     scheduler -> frontend   SchedulerMessage     engine ready, tokens, rejected, heartbeat, stats, fatal
     scheduler -> worker     WorkerCommand        stage batch (+ frames), shutdown
     worker -> scheduler     WorkerMessage        worker ready, stage result, heartbeat, fatal
@@ -45,6 +45,10 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 # --- frontend -> scheduler
 
 
+class Hello(_Message, frozen=True):
+    """First message of a frontend: from now on it gets heartbeats; EngineReady follows once a worker is ready."""
+
+
 class Submit(_Message, frozen=True):
     request_id: int
     prompt: bytes  # int32 token ids
@@ -64,7 +68,7 @@ class Shutdown(_Message, frozen=True):
     drain: bool = False
 
 
-FrontendMessage = Submit | Abort | GetStats | Shutdown
+FrontendMessage = Hello | Submit | Abort | GetStats | Shutdown
 
 
 # --- scheduler -> frontend
@@ -90,6 +94,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     buckets: tuple[int, ...]  # ascending row counts of decode stages
     device: str
     dtype: str
+    eos_token_ids: tuple[int, ...] = ()  # end of sequence by the model's files
 
 
 class EngineReady(_Message, frozen=True):

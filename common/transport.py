@@ -1,0 +1,219 @@
+"""The ZeroMQ layer of all three processes: run directory, ipc endpoints, ROUTER and DEALER with strict decoding.
+
+Wiring, all of it below one 0700 run directory::
+
+    frontend  DEALER --connect-->  ROUTER  RUN/scheduler  (scheduler binds)
+    worker    DEALER --connect-->  ROUTER  RUN/worker     (scheduler binds)
+    client    DEALER --connect-->  ROUTER  RUN/api        (frontend binds)
+
+A message is ``[header, *frames]``: the header is one message of the link's union, frames are raw bytes. Nothing is
+dropped between living peers: both high-water marks are off (the number of requests is bounded at the edge), and a
+ROUTER reports a peer that has gone instead of discarding in silence. Knows nothing of what messages mean.
+"""
+
+import fcntl
+import itertools
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+from depthbatch.common.errors import ConfigError, DecodeError
+from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import MessageDecoder, encode
+
+SCHEDULER_ENDPOINT = "scheduler"
+WORKER_ENDPOINT = "worker"
+API_ENDPOINT = "api"
+
+MAX_IPC_PATH_BYTES = 107  # sun_path of a UNIX socket, without its final NUL
+MAX_MESSAGE_BYTES = 256 << 20
+LINGER_MS = 500  # how long a closing socket may still deliver its last message (a Fatal, the last tokens)
+
+Frame = bytes | memoryview | npt.NDArray[np.int32]
+
+log = get_logger("transport")
+
+
+def endpoint(run_dir: str | Path, name: str) -> str:
+    """``ipc://RUN/name``; raises ConfigError when the path does not fit into a UNIX socket address."""
+    path = str(Path(run_dir) / name)
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise ConfigError(f"run directory too long: {path!r} has more than {MAX_IPC_PATH_BYTES} bytes")
+    return f"ipc://{path}"
+
+
+class Received(NamedTuple):
+    """One decoded message."""
+
+    peer: bytes  # routing id, empty on a DEALER
+    message: object  # a member of the link's union
+    frames: list[bytes]  # the raw parts after the header
+
+
+class Link:
+    """What ROUTER and DEALER share: strict, non-blocking receive and a counter of bytes that were no message."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, incoming: object) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.decode_errors = 0
+        self._decoder = MessageDecoder(incoming)
+        self._head = 1 if kind == zmq.ROUTER else 0  # parts before the header
+
+    def receive(self) -> Received | None:
+        """The next good message, or None when nothing is there now. Bad ones are counted, logged and skipped."""
+        while True:
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            peer = parts[0] if self._head else b""
+            try:
+                if len(parts) <= self._head:
+                    raise DecodeError("bad message: no header")
+                return Received(peer, self._decoder.decode(parts[self._head]), parts[self._head + 1 :])
+            except DecodeError as error:
+                self.decode_errors += 1
+                log.warning("%s (%d so far)", error, self.decode_errors)
+                self.on_decode_error(peer, error)
+
+    def on_decode_error(self, peer: bytes, error: DecodeError) -> None:
+        """Hook for links whose peers are owed an answer."""
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Closes the socket; what was sent is still delivered for ``linger_ms``. Closing twice is fine."""
+        self.socket.close(linger_ms)
+
+
+class Router(Link):
+    """A bound ROUTER: many peers, each known by its routing id from its first message on.
+
+    ``incoming`` is the union that peers send, e.g. ``Router(context, endpoint(run, "scheduler"), FrontendMessage)``.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incoming: object) -> None:
+        super().__init__(context, zmq.ROUTER, incoming)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close(0)
+            raise ConfigError(f"cannot bind {address}: {error}") from None
+
+    def send(self, peer: bytes, message: object, *frames: Frame) -> bool:
+        """Sends to one peer. False: the peer has gone (its connection is closed); forget it."""
+        return self.send_bytes(peer, encode(message), *frames)  # type: ignore[arg-type]
+
+    def send_bytes(self, peer: bytes, header: bytes, *frames: Frame) -> bool:
+        """The same with an encoded header, for messages that go to many peers."""
+        try:
+            self.socket.send_multipart([peer, header, *frames], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError) as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+
+class Dealer(Link):
+    """A DEALER connected to one ROUTER. Connecting before the other side binds is fine: messages wait."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incoming: object) -> None:
+        super().__init__(context, zmq.DEALER, incoming)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
+        self.socket.connect(address)
+
+    def send(self, message: object, *frames: Frame) -> None:
+        """Queues a message; never blocks and never drops while the other side lives."""
+        self.socket.send_multipart([encode(message), *frames], zmq.NOBLOCK)  # type: ignore[arg-type]
+
+
+# --- run directory
+
+
+class RunDir:
+    """A 0700 directory BASE/<pid>-<n> for the sockets and logs of one engine.
+
+    Its owner holds a lock on it while it lives; a directory whose lock is free belonged to a process that is dead,
+    and the next engine that starts removes it. ``base`` defaults to $XDG_RUNTIME_DIR/depthbatch or
+    /tmp/depthbatch-<uid>.
+    """
+
+    _count = itertools.count()
+
+    def __init__(self, base: str | Path | None = None) -> None:
+        base = _safe_base(Path(base) if base is not None else _default_base())
+        self.path = base / f"{os.getpid()}-{next(self._count)}"
+        endpoint(self.path, SCHEDULER_ENDPOINT)  # too long: say so before anything starts
+        gate = os.open(base / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(gate, fcntl.LOCK_EX)  # nobody cleans between our mkdir and our lock
+            self.stale_removed = _remove_stale(base)
+            self.path.mkdir(mode=0o700)
+            self._lock: int | None = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(gate)
+
+    def endpoint(self, name: str) -> str:
+        return endpoint(self.path, name)
+
+    def remove(self) -> None:
+        """Deletes the directory; doing it twice is fine."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def _default_base() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "depthbatch"
+    return Path(tempfile.gettempdir()) / f"depthbatch-{os.getuid()}"
+
+
+def _safe_base(base: Path) -> Path:
+    """Creates the base directory; refuses one that others could put sockets into."""
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = base.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make run directory {base}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(f"run directory {base} is not a directory that only this user can write")
+    return base
+
+
+def _remove_stale(base: Path) -> int:
+    """Removes the directories below ``base`` whose owner is dead; returns how many."""
+    removed = 0
+    for path in base.iterdir():
+        if not path.is_dir():
+            continue
+        try:
+            lock = os.open(path / ".lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            shutil.rmtree(path, ignore_errors=True)
+            removed += 1
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            removed += 1
+        finally:
+            os.close(lock)
+    return removed
