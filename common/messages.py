@@ -15,7 +15,7 @@ from depthbatch.common.errors import DecodeError
 from depthbatch.common.gates import Gate
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
@@ -45,26 +45,26 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 # --- frontend -> scheduler
 
 
-class Hello(_Message, frozen=True):
+class Hello(Message, frozen=True):
     """First message of a frontend: from now on it gets heartbeats; EngineReady follows once a worker is ready."""
 
 
-class Submit(_Message, frozen=True):
+class Submit(Message, frozen=True):
     request_id: int
     prompt: bytes  # int32 token ids
     params: RequestParams
     generated: bytes = b""  # int32 tokens already produced, when a request is resubmitted after a crash
 
 
-class Abort(_Message, frozen=True):
+class Abort(Message, frozen=True):
     request_id: int
 
 
-class GetStats(_Message, frozen=True):
+class GetStats(Message, frozen=True):
     pass
 
 
-class Shutdown(_Message, frozen=True):
+class Shutdown(Message, frozen=True):
     drain: bool = False
 
 
@@ -97,7 +97,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     eos_token_ids: tuple[int, ...] = ()  # end of sequence by the model's files
 
 
-class EngineReady(_Message, frozen=True):
+class EngineReady(Message, frozen=True):
     info: EngineInfo
 
 
@@ -111,17 +111,17 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     stop_reason: int | None = None  # the stop token id that ended it
 
 
-class Tokens(_Message, frozen=True):
+class Tokens(Message, frozen=True):
     events: tuple[TokenEvent, ...]
 
 
-class Rejected(_Message, frozen=True):
+class Rejected(Message, frozen=True):
     request_id: int
     reason: str
     param: str | None = None
 
 
-class SchedulerHeartbeat(_Message, frozen=True):
+class SchedulerHeartbeat(Message, frozen=True):
     steps: int  # stages completed since start
     oldest_work_age_s: float  # age of the oldest unfinished stage or runnable request, 0 when idle
     worker_pid: int
@@ -130,13 +130,13 @@ class SchedulerHeartbeat(_Message, frozen=True):
     num_waiting: int
 
 
-class SchedulerStats(_Message, frozen=True):
+class SchedulerStats(Message, frozen=True):
     """Counters since start: nested plain maps, so that benchmarks and metrics read them by name."""
 
     values: dict[str, float]
 
 
-class Fatal(_Message, frozen=True):
+class Fatal(Message, frozen=True):
     """The sender cannot go on; it exits after this message."""
 
     process: str
@@ -150,7 +150,7 @@ SchedulerMessage = EngineReady | Tokens | Rejected | SchedulerHeartbeat | Schedu
 # --- scheduler -> worker
 
 
-class StageBatch(_Message, frozen=True):
+class StageBatch(Message, frozen=True):
     """Header of a stage; the int32 frame of ``common.frames`` is the next part, slot parameters the one after it.
 
     ``variant`` is a set of Variant bits: the cheaper forms of a stage that a batch can do with.
@@ -181,12 +181,12 @@ WorkerCommand = StageBatch | Shutdown
 # --- worker -> scheduler
 
 
-class WorkerReady(_Message, frozen=True):
+class WorkerReady(Message, frozen=True):
     pid: int
     info: EngineInfo
 
 
-class StageResult(_Message, frozen=True):
+class StageResult(Message, frozen=True):
     """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). ``flags``: uint8 a row (core:
     1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). Times are seconds on
     the worker's clock."""
@@ -198,7 +198,7 @@ class StageResult(_Message, frozen=True):
     flags: bytes = b""
 
 
-class WorkerHeartbeat(_Message, frozen=True):
+class WorkerHeartbeat(Message, frozen=True):
     steps: int
     busy_s: float
     idle_scheduler_s: float
@@ -210,7 +210,7 @@ WorkerMessage = WorkerReady | StageResult | WorkerHeartbeat | Fatal
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: _Message) -> bytes:
+def encode(message: Message) -> bytes:
     """A message as msgpack bytes."""
     return _encoder.encode(message)
 

@@ -18,14 +18,14 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 from depthbatch.common.errors import ConfigError, DecodeError
 from depthbatch.common.logging import get_logger
-from depthbatch.common.messages import MessageDecoder, encode
+from depthbatch.common.messages import Message, MessageDecoder, encode
 
 SCHEDULER_ENDPOINT = "scheduler"
 WORKER_ENDPOINT = "worker"
@@ -109,14 +109,15 @@ class Router(Link):
             self.close(0)
             raise ConfigError(f"cannot bind {address}: {error}") from None
 
-    def send(self, peer: bytes, message: object, *frames: Frame) -> bool:
+    def send(self, peer: bytes, message: Message, *frames: Frame) -> bool:
         """Sends to one peer. False: the peer has gone (its connection is closed); forget it."""
-        return self.send_bytes(peer, encode(message), *frames)  # type: ignore[arg-type]
+        return self.send_bytes(peer, encode(message), *frames)
 
     def send_bytes(self, peer: bytes, header: bytes, *frames: Frame) -> bool:
         """The same with an encoded header, for messages that go to many peers."""
+        parts: list[Any] = [peer, header, *frames]
         try:
-            self.socket.send_multipart([peer, header, *frames], zmq.NOBLOCK)
+            self.socket.send_multipart(parts, zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError) as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -133,9 +134,10 @@ class Dealer(Link):
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
         self.socket.connect(address)
 
-    def send(self, message: object, *frames: Frame) -> None:
+    def send(self, message: Message, *frames: Frame) -> None:
         """Queues a message; never blocks and never drops while the other side lives."""
-        self.socket.send_multipart([encode(message), *frames], zmq.NOBLOCK)  # type: ignore[arg-type]
+        parts: list[Any] = [encode(message), *frames]
+        self.socket.send_multipart(parts, zmq.NOBLOCK)
 
 
 # --- run directory
