@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
+from depthbatch.worker import ops
 
 
 class CacheGeometry(NamedTuple):
@@ -49,6 +50,36 @@ class PrefillRows(NamedTuple):
     lengths_host: tuple[int, ...]
 
 
+class Rotation(NamedTuple):
+    """Rotary embedding of the rows at hand, so that a backend may rotate q and k on their way into the cache."""
+
+    interleaved: bool  # pairs (2i, 2i + 1) instead of (i, i + Dh/2)
+    cos: torch.Tensor  # fp32 [N, Dh/2]
+    sin: torch.Tensor  # fp32 [N, Dh/2]
+
+
+class QKV(NamedTuple):
+    """Rotated heads."""
+
+    q: torch.Tensor  # [N, H, Dh]
+    k: torch.Tensor  # [N, Hkv, Dh]
+    v: torch.Tensor  # [N, Hkv, Dh]
+
+
+def split_and_rotate(
+    qkv: torch.Tensor, geometry: CacheGeometry, rotation: Rotation, qk_bias: torch.Tensor | None = None
+) -> QKV:
+    """Cuts projections qkv [N, (H + 2 Hkv) * Dh] into heads, adds qk_bias [(H + Hkv) * Dh] to q and k, rotates both."""
+    heads, kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    projected = qkv.view(-1, heads + 2 * kv_heads, head_dim)
+    qk = projected[:, : heads + kv_heads]
+    if qk_bias is not None:
+        qk = qk + qk_bias.view(heads + kv_heads, head_dim)
+    rotate = ops.rope_interleaved if rotation.interleaved else ops.rope_split_half
+    qk = rotate(qk, rotation.cos, rotation.sin)
+    return QKV(qk[:, :heads], qk[:, heads:], projected[:, heads + kv_heads :])
+
+
 class AttentionBackend(ABC):
     """Owns the KV memory in its own layout."""
 
@@ -62,6 +93,18 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prefill(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
         """Appends k, v [N, Hkv, Dh], attends causally within each sequence (cached part included) -> [N, H*Dh]."""
+
+    def decode_qkv(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation, rows: DecodeRows, qk_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``decode`` from unrotated projections qkv [B, (H + 2 Hkv) * Dh] -> [B, H*Dh]; backends may do it in one pass."""
+        return self.decode(layer, *split_and_rotate(qkv, self.geometry, rotation, qk_bias), rows)
+
+    def prefill_qkv(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation, rows: PrefillRows, qk_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``prefill`` from unrotated projections qkv [N, (H + 2 Hkv) * Dh] -> [N, H*Dh]."""
+        return self.prefill(layer, *split_and_rotate(qkv, self.geometry, rotation, qk_bias), rows)
 
     @abstractmethod
     def copy_planes(

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.attention.interface import Rotation
 
 WorkItem = tuple[torch.Tensor, ...]  # each [N, D]
 
@@ -68,6 +69,15 @@ class AttentionContext(Protocol):
         """q [N, H, Dh], k and v [N, Hkv, Dh], rotated already -> [N, H * Dh]."""
         ...
 
+    def from_qkv(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same from one projection qkv [N, (H + 2 Hkv) * Dh], not rotated yet: the fast path on the CPU.
+
+        qk_bias [(H + Hkv) * Dh] is added to q and k before they are rotated.
+        """
+        ...
+
 
 class LoopedModel(Protocol):
     """A model with its weights on a device."""
@@ -98,6 +108,14 @@ class LoopedModel(Protocol):
 
     def gate_logit(self, item: WorkItem) -> torch.Tensor:
         """Hazard logit of the model's own gate after a loop, fp32 [N]. Models without such a gate raise."""
+        ...
+
+    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
+        """After loop r, the trained head's hazard logit of loop r + 1, fp32 [N]. Models without such a head raise."""
+        ...
+
+    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
+        """After loop r, the trained head's hazard logit of loop r + 1, fp32 [N]. Models without such a head raise."""
         ...
 
     def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
