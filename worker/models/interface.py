@@ -114,10 +114,6 @@ class LoopedModel(Protocol):
         """After loop r, the trained head's hazard logit of loop r + 1, fp32 [N]. Models without such a head raise."""
         ...
 
-    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
-        """After loop r, the trained head's hazard logit of loop r + 1, fp32 [N]. Models without such a head raise."""
-        ...
-
     def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
         """Distance of consecutive states |s_r - s_{r-1}| / |s_r|, fp32 [N]. Models without one raise."""
         ...

@@ -1,0 +1,14 @@
+"""Row counts of decode stages: few enough to capture each, close enough to waste little padding."""
+
+from bisect import bisect_left
+
+
+def bucket_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, then steps of 8 up to ``max_rows``, which is always the last; ascending."""
+    small = [size for size in (1, 2, 4) if size < max_rows]
+    return (*small, *range(8, max_rows, 8), max_rows)
+
+
+def bucket_for(buckets: tuple[int, ...], rows: int) -> int:
+    """The smallest bucket that holds ``rows``."""
+    return buckets[bisect_left(buckets, rows)]

@@ -1,0 +1,119 @@
+"""Runs stages in the order they are sent, on any device, and gives the host what it needs of each.
+
+Launching and reading are apart, so that a device that computes asynchronously can have several stages in flight.
+Knows the stages and their frames; knows nothing of sockets, requests or policy.
+"""
+
+import time
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, split_prefill_frame
+from depthbatch.common.messages import StageBatch, Variant
+from depthbatch.worker.buffers import NO_FLAGS, NO_TOKENS, DecodeBuffers, StageOutput
+from depthbatch.worker.checks import StageLimits, check_stage
+from depthbatch.worker.stages import Sampler, Stages
+
+EMPTY_FRAME = np.empty(0, np.int32)
+
+
+class StageDone(NamedTuple):
+    """A finished stage. Times are seconds on the worker's clock."""
+
+    step_id: int
+    start_s: float
+    end_s: float
+    output: StageOutput
+
+
+class InFlight(NamedTuple):
+    """A stage that was launched. ``ready_s`` is when reading it will not wait; 0 = now."""
+
+    step_id: int
+    start_s: float
+    ready_s: float
+    output: StageOutput
+
+
+class StageRunner(Protocol):
+    """What the worker process needs of a device."""
+
+    limits: StageLimits
+
+    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> InFlight:
+        """Starts a stage. Raises StageError when it does not fit this worker."""
+        ...
+
+    def read(self, stage: InFlight) -> StageDone:
+        """Waits for a launched stage; stages are read in the order they were launched."""
+        ...
+
+
+class Runner:
+    """Runs stages eagerly over static buffers. On the CPU a launch computes, and reading takes no time."""
+
+    def __init__(self, stages: Stages, limits: StageLimits, device: torch.device) -> None:
+        self.stages = stages
+        self.limits = limits
+        self._buffers = {
+            (stage, bucket): DecodeBuffers(bucket, device)
+            for stage in (Stage.PRELUDE, Stage.CORE, Stage.CODA)
+            for bucket in limits.buckets
+        }
+        self._device = device
+        self._filtered = np.zeros(limits.num_slots + 1, bool)  # slots that use top-k, top-p or min-p
+
+    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> InFlight:
+        start = time.monotonic()
+        check_stage(header, frame, slot_params, self.limits)
+        with torch.inference_mode():
+            if slot_params is not None:
+                self._set_params(slot_params.reshape(-1, SLOT_PARAM_FIELDS))
+            output = self._execute(header, frame)
+        return InFlight(header.step_id, start, 0.0, output)
+
+    def read(self, stage: InFlight) -> StageDone:
+        return StageDone(stage.step_id, stage.start_s, time.monotonic(), stage.output)
+
+    def run(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> StageOutput:
+        """Launches and reads: the plain way, one stage in flight."""
+        return self.read(self.launch(header, frame, slot_params)).output
+
+    def static_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor whose address a captured stage would hold, weights and KV memory apart."""
+        buffers = (tensor for buffer in self._buffers.values() for tensor in buffer.tensors())
+        return (*self.stages.slots.tensors(), *buffers)
+
+    def _set_params(self, rows: Int32Array) -> None:
+        self.stages.slots.set_params(torch.tensor(rows, device=self._device))
+        floats = rows.view(np.float32)
+        self._filtered[rows[:, SlotParam.SLOT]] = (
+            (rows[:, SlotParam.TOP_K] > 0) | (floats[:, SlotParam.TOP_P] < 1.0) | (floats[:, SlotParam.MIN_P] > 0.0)
+        )
+
+    def _sampler(self, header: StageBatch, slots: npt.NDArray[np.int32]) -> Sampler:
+        """The cheapest sampling that is right for these rows, decided from what the host knows of them."""
+        sample = bool(header.variant & Variant.SAMPLE)
+        return Sampler(sample, sample and bool(self._filtered[slots].any()))
+
+    def _execute(self, header: StageBatch, frame: Int32Array) -> StageOutput:
+        stage, rows = Stage(header.stage), header.rows
+        if stage is Stage.PREFILL:
+            parts = split_prefill_frame(frame, rows, header.n_tokens, header.n_updates)
+            tokens = self.stages.prefill(parts, self._sampler(header, parts.slots))
+            return StageOutput(tokens.cpu().numpy(), NO_FLAGS)
+        buffers = self._buffers[stage, header.bucket]
+        buffers.fill(frame)
+        if stage is Stage.PRELUDE:
+            self.stages.prelude(buffers)
+        elif stage is Stage.CORE:
+            gates = bool(header.variant & Variant.GATES)
+            self.stages.core(buffers, gates)
+            if gates:
+                return StageOutput(NO_TOKENS, buffers.flags[:rows].cpu().numpy().copy())
+        else:
+            self.stages.coda(buffers, self._sampler(header, frame[:rows]))
+            return StageOutput(buffers.tokens[:rows].cpu().numpy().copy(), NO_FLAGS)
+        return StageOutput(NO_TOKENS, NO_FLAGS)

@@ -1,0 +1,93 @@
+"""What the worker keeps of every slot: one row a slot in static device tensors, gathered and scattered by slot index.
+
+Slot 0 is a dummy: padding rows read and write it, so padding needs no special case. Knows nothing of requests, of
+queues, or of where a sequence is: positions and loops arrive with every row.
+"""
+
+from typing import NamedTuple
+
+import torch
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
+from depthbatch.worker.models.interface import ModelSpec, WorkItem
+from torch import Tensor
+
+
+class SlotParams(NamedTuple):
+    """The parameters of some rows, each [N]. Float columns are the bits that the scheduler sent."""
+
+    gate: Tensor  # int32, common.gates.Gate
+    exit_threshold: Tensor  # fp32
+    temperature: Tensor  # fp32, 0 = greedy
+    top_k: Tensor  # int32, 0 = off
+    top_p: Tensor  # fp32
+    min_p: Tensor  # fp32
+    seed_low: Tensor  # int32
+    seed_high: Tensor  # int32
+    state_seed: Tensor  # int32
+
+
+class SlotState:
+    """Static tensors of ``num_slots`` slots and the dummy.
+
+    ::
+
+        slot        0      1      2   ...  num_slots
+        token       .      t      t          t          int32 [S+1]      the sequence's last token
+        item[i]     .      x      x          x          dtype [S+1, D]   one tensor a name of spec.work_item
+        survival    .      s      s          s          fp32  [S+1]      S_t of the token in the core
+        cumulated   .      c      c          c          fp32  [S+1]      p_1 + .. + p_t of the token in the core
+        params      .      p      p          p          int32 [S+1, SLOT_PARAM_FIELDS]
+        block_table .      b      b          b          int32 [S+1, max_blocks]   logical blocks
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, spec: ModelSpec, device: torch.device) -> None:
+        rows = num_slots + 1
+        self.num_slots = num_slots
+        self.max_blocks = max_blocks
+        self.token = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.item: WorkItem = tuple(
+            torch.zeros(rows, spec.hidden_size, dtype=spec.dtype, device=device) for _ in spec.work_item
+        )
+        self.survival = torch.ones(rows, dtype=torch.float32, device=device)
+        self.cumulated = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.params = torch.zeros(rows, SLOT_PARAM_FIELDS, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that lives as long as the worker; none may ever be replaced."""
+        return (self.token, *self.item, self.survival, self.cumulated, self.params, self.block_table)
+
+    def set_params(self, rows: Tensor) -> None:
+        """Takes rows of the slot parameter frame: int32 [n, SLOT_PARAM_FIELDS], on the device."""
+        self.params.index_copy_(0, rows[:, SlotParam.SLOT].long(), rows)
+
+    def gather_params(self, slots: Tensor) -> SlotParams:
+        """Parameters of the rows; slots int64 [N]."""
+        rows = self.params.index_select(0, slots)
+        floats = rows.view(torch.float32)
+        return SlotParams(
+            gate=rows[:, SlotParam.GATE],
+            exit_threshold=floats[:, SlotParam.EXIT_THRESHOLD],
+            temperature=floats[:, SlotParam.TEMPERATURE],
+            top_k=rows[:, SlotParam.TOP_K],
+            top_p=floats[:, SlotParam.TOP_P],
+            min_p=floats[:, SlotParam.MIN_P],
+            seed_low=rows[:, SlotParam.SEED_LOW],
+            seed_high=rows[:, SlotParam.SEED_HIGH],
+            state_seed=rows[:, SlotParam.STATE_SEED],
+        )
+
+    def gather_item(self, slots: Tensor) -> WorkItem:
+        """The work items of the rows, each [N, D]; slots int64 [N]."""
+        return tuple(tensor.index_select(0, slots) for tensor in self.item)
+
+    def scatter_item(self, slots: Tensor, item: WorkItem) -> None:
+        """Puts the rows' work items back; slots int64 [N]."""
+        for tensor, rows in zip(self.item, item, strict=True):
+            tensor.index_copy_(0, slots, rows)
+
+    def put_blocks(self, slots: Tensor, columns: Tensor, blocks: Tensor) -> None:
+        """block_table[slot, column] = block where block > 0; slots, columns int64 [N], blocks int32 [N]."""
+        flat = self.block_table.view(-1)
+        index = slots * self.max_blocks + columns
+        flat.index_copy_(0, index, torch.where(blocks > 0, blocks, flat.index_select(0, index)))

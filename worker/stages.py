@@ -1,0 +1,168 @@
+"""The four stages on the device: gather rows by slot, compute, scatter back.
+
+Device code only: no host synchronisation, no shape that depends on data, nothing allocated that outlives the stage, so
+every decode stage can be captured as it stands. Knows nothing of messages, requests or policy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from depthbatch.common.frames import PrefillFrame
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows
+from depthbatch.worker.buffers import DecodeBuffers
+from depthbatch.worker.gates import Hazard, gate_step
+from depthbatch.worker.models.interface import LoopedModel
+from depthbatch.worker.planes import fill_of, needs_fill, planes_of
+from depthbatch.worker.sampling import greedy_tokens, sample_tokens
+from depthbatch.worker.slots import SlotParams, SlotState
+from torch import Tensor
+
+
+class Sampler(NamedTuple):
+    """Which of the cheaper forms of sampling a batch can do with."""
+
+    sample: bool  # some row has temperature > 0
+    filtered: bool  # some row uses top-k, top-p or min-p
+
+    def __call__(self, logits: Tensor, params: SlotParams, positions: Tensor) -> Tensor:
+        """Tokens of ``positions`` int32 [N]; logits fp32 [N, V] -> int32 [N]."""
+        if not self.sample:
+            return greedy_tokens(logits)
+        return sample_tokens(logits, params, positions, self.filtered)
+
+
+class DecodeAttention:
+    """AttentionContext of one token a row."""
+
+    def __init__(self, backend: AttentionBackend, rows: DecodeRows) -> None:
+        self._backend = backend
+        self._rows = rows
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._backend.decode(layer, q, k, v, self._rows)
+
+
+class PrefillAttention:
+    """AttentionContext of packed chunks."""
+
+    def __init__(self, backend: AttentionBackend, rows: PrefillRows) -> None:
+        self._backend = backend
+        self._rows = rows
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._backend.prefill(layer, q, k, v, self._rows)
+
+
+class Stages:
+    """A model, its KV memory and its slots, and what can be run on them."""
+
+    def __init__(self, model: LoopedModel, backend: AttentionBackend, slots: SlotState, layout: KVLayout) -> None:
+        self.model = model
+        self.backend = backend
+        self.slots = slots
+        self.layout = layout
+        self.r_max = model.spec.r_max
+        self._fills = needs_fill(layout, self.r_max)
+
+    def prelude(self, buffers: DecodeBuffers) -> None:
+        """Starts a token in every row: new block into the table, gate state reset, work item from ``token[slot]``."""
+        slots, positions = buffers.slots.long(), buffers.positions
+        columns = torch.div(positions, self.backend.geometry.block_size, rounding_mode="floor").long()
+        self.slots.put_blocks(slots, columns, buffers.aux)
+        self.slots.survival.index_fill_(0, slots, 1.0)
+        self.slots.cumulated.index_fill_(0, slots, 0.0)
+        params = self.slots.gather_params(slots)
+        token_ids = self.slots.token.index_select(0, slots)
+        item = self.model.prelude(token_ids, positions, params.state_seed, self._decode_attention(buffers))
+        self.slots.scatter_item(slots, item)
+
+    def core(self, buffers: DecodeBuffers, gates: bool) -> None:
+        """One loop of every row, at the loop the row says; with ``gates`` also the flags."""
+        slots, loops = buffers.slots.long(), buffers.aux
+        planes_of(self.layout, loops, self.r_max, out=buffers.planes)
+        before = self.slots.gather_item(slots)
+        after = self.model.core(before, buffers.positions, loops, self._decode_attention(buffers))
+        self.slots.scatter_item(slots, after)
+        if not gates:
+            return
+        params = self.slots.gather_params(slots)
+        survival, cumulated = self.slots.survival, self.slots.cumulated
+        hazard = Hazard(survival.index_select(0, slots), cumulated.index_select(0, slots))
+        step = gate_step(self.model, params.gate, params.exit_threshold, loops, hazard, before, after)
+        survival.index_copy_(0, slots, step.hazard.survival)
+        cumulated.index_copy_(0, slots, step.hazard.cumulated)
+        buffers.flags.copy_(step.flags)
+
+    def coda(self, buffers: DecodeBuffers, sampler: Sampler) -> None:
+        """Ends the token of every row: fills the planes it did not reach, samples its successor into ``token[slot]``."""
+        slots, positions = buffers.slots.long(), buffers.positions
+        if self._fills:
+            fill = fill_of(self.layout, buffers.aux, self.r_max)
+            table = self.slots.block_table
+            self.backend.copy_planes(buffers.slots, positions, fill.source, fill.first, fill.end, table)
+        item = self.slots.gather_item(slots)
+        hidden = self.model.coda(item, positions, self._decode_attention(buffers))
+        tokens = sampler(self.model.logits(hidden), self.slots.gather_params(slots), positions + 1)
+        self.slots.token.index_copy_(0, slots, tokens)
+        buffers.tokens.copy_(tokens)
+
+    def _decode_attention(self, buffers: DecodeBuffers) -> DecodeAttention:
+        # Layers outside the core have one plane, and the backend then takes plane 0 whatever the rows say.
+        rows = DecodeRows(buffers.slots, buffers.positions, buffers.planes, self.slots.block_table)
+        return DecodeAttention(self.backend, rows)
+
+    def prefill(self, frame: PrefillFrame, sampler: Sampler) -> Tensor:
+        """Runs packed prompt chunks at full depth through every plane; the tokens of the chunks with sample = 1, int32.
+
+        The frame lies on the host; counts and offsets are taken there, so nothing waits for the device.
+        """
+        device = self.slots.token.device
+        updates = torch.tensor(frame.updates, device=device)
+        self.slots.put_blocks(updates[:, 0].long(), updates[:, 1].long(), updates[:, 2])
+        rows = prefill_rows(frame, self.slots.block_table)
+        seeds = self.slots.gather_params(rows.token_slots.long()).state_seed
+        attend = PrefillAttention(self.backend, rows)
+        item = self.model.prelude(torch.tensor(frame.token_ids, device=device), rows.positions, seeds, attend)
+        for loop in range(1, self.r_max + 1):
+            loops = torch.full_like(rows.positions, loop)
+            attend = PrefillAttention(self.backend, rows._replace(plane=self.layout.plane(loop)))
+            item = self.model.core(item, rows.positions, loops, attend)
+        hidden = self.model.coda(item, rows.positions, PrefillAttention(self.backend, rows))
+        return self._first_tokens(frame, hidden, sampler)
+
+    def _first_tokens(self, frame: PrefillFrame, hidden: Tensor, sampler: Sampler) -> Tensor:
+        """Tokens after the chunks that end their prompts, from hidden [N, D]: logits at those last positions only."""
+        device = hidden.device
+        ends = frame.lengths.cumsum()[frame.sample == 1]
+        slots = torch.tensor(frame.slots[frame.sample == 1], device=device).long()
+        positions = torch.tensor((frame.starts + frame.lengths)[frame.sample == 1], device=device)
+        if not len(ends):
+            return positions
+        last = hidden.index_select(0, torch.tensor(ends - 1, device=device))
+        tokens = sampler(self.model.logits(last), self.slots.gather_params(slots), positions)
+        self.slots.token.index_copy_(0, slots, tokens)
+        return tokens
+
+
+def prefill_rows(frame: PrefillFrame, block_table: Tensor) -> PrefillRows:
+    """Where every token of a prefill frame belongs, at plane 0."""
+    device = block_table.device
+    slots, starts, lengths = (torch.tensor(part) for part in (frame.slots, frame.starts, frame.lengths))
+    cu_lengths = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_lengths[1:])
+    count = len(frame.token_ids)
+    offsets = (starts - cu_lengths[:-1]).repeat_interleave(lengths, output_size=count)
+    positions = torch.arange(count, dtype=torch.int32) + offsets
+    return PrefillRows(
+        slots=slots.to(device),
+        starts=starts.to(device),
+        lengths=lengths.to(device),
+        cu_lengths=cu_lengths.to(device),
+        token_slots=slots.repeat_interleave(lengths, output_size=count).to(device),
+        positions=positions.to(device),
+        plane=0,
+        block_tables=block_table,
+        starts_host=tuple(frame.starts.tolist()),
+        lengths_host=tuple(frame.lengths.tolist()),
+    )
