@@ -20,7 +20,6 @@ from depthbatch.common.frames import (
 )
 from depthbatch.common.messages import StageBatch
 
-
 _STAGES = frozenset(stage.value for stage in Stage)
 
 

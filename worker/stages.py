@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from depthbatch.common.frames import PrefillFrame
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows
+from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows, Rotation
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.gates import Hazard, gate_step
 from depthbatch.worker.models.interface import LoopedModel
@@ -42,6 +42,9 @@ class DecodeAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._backend.decode(layer, q, k, v, self._rows)
 
+    def from_qkv(self, layer: int, qkv: Tensor, rotation: Rotation, qk_bias: Tensor | None = None) -> Tensor:
+        return self._backend.decode_qkv(layer, qkv, rotation, self._rows, qk_bias)
+
 
 class PrefillAttention:
     """AttentionContext of packed chunks."""
@@ -52,6 +55,9 @@ class PrefillAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._backend.prefill(layer, q, k, v, self._rows)
+
+    def from_qkv(self, layer: int, qkv: Tensor, rotation: Rotation, qk_bias: Tensor | None = None) -> Tensor:
+        return self._backend.prefill_qkv(layer, qkv, rotation, self._rows, qk_bias)
 
 
 class Stages:
