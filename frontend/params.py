@@ -1,0 +1,282 @@
+"""SamplingParams: what a user may ask of one request, its validation, and its resolution against the running engine.
+
+Two steps. Construction checks each field by itself (type and range, from one table). ``resolve`` fills in the
+engine's defaults and refuses what this engine cannot do; what comes out, RequestParams, has no default left to apply.
+Every refusal is a RequestError that names the field.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError, RequestError
+from depthbatch.common.gates import GATE_BY_LABEL, Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import EngineInfo, RequestParams
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+SEED_MASK = (1 << 64) - 1
+
+
+class Range(NamedTuple):
+    """What a number may be. ``low_open``: low itself is refused."""
+
+    kind: type
+    low: float
+    high: float
+    low_open: bool = False
+
+    def __str__(self) -> str:
+        what = "a whole number" if self.kind is int else "a number"
+        low = f"above {self.low:g}" if self.low_open else f"at least {self.low:.20g}"
+        return f"{what}, {low}" + ("" if self.high == math.inf else f" and at most {self.high:.20g}")
+
+
+RANGES = {
+    "max_tokens": Range(int, 1, math.inf),
+    "temperature": Range(float, 0.0, 100.0),
+    "top_p": Range(float, 0.0, 1.0, low_open=True),
+    "top_k": Range(int, -1, 2**31 - 1),
+    "min_p": Range(float, 0.0, 1.0),
+    "seed": Range(int, -(2**63), SEED_MASK),
+    "min_tokens": Range(int, 0, 2**31 - 1),
+    "exit_threshold": Range(float, 0.0, 1e6),
+    "min_loops": Range(int, 1, 255),
+    "max_loops": Range(int, 1, 255),
+    "num_loops": Range(int, 1, 255),
+    "priority": Range(int, -(2**31), 2**31 - 1),
+    "timeout_s": Range(float, 0.0, math.inf, low_open=True),
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request; None means the engine's default.
+
+    Raises RequestError (``param`` names the field) on a value that no engine could take.
+    """
+
+    max_tokens: int | None = 16  # None: up to max_model_len
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = off
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn from the engine's seed and the request's number
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    exit_threshold: float | None = None
+    min_loops: int | None = None
+    max_loops: int | None = None
+    num_loops: int | None = None  # every token at this depth; implies gate "fixed"
+    gate: str | None = None
+    exit_depths: Sequence[int] | None = None  # replay: depth of each decode token; implies gate "replay"
+    priority: int = 0
+    timeout_s: float | None = None  # from submission to the last token
+
+    def __post_init__(self) -> None:
+        for name, bounds in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or (_DEFAULTS[name] is not None and name != "max_tokens"):
+                _check_number(name, value, bounds)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _whole_numbers("stop_token_ids", self.stop_token_ids, 0))
+        if self.exit_depths is not None:
+            object.__setattr__(self, "exit_depths", _whole_numbers("exit_depths", self.exit_depths, 1))
+        if self.gate is not None and self.gate not in GATE_BY_LABEL:
+            raise RequestError(f"gate must be one of {', '.join(GATE_BY_LABEL)}, not {self.gate!r}", "gate")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
+
+
+_DEFAULTS = {entry.name: entry.default for entry in fields(SamplingParams)}
+
+
+def _check_number(name: str, value: Any, bounds: Range) -> None:
+    accepted = (int, float) if bounds.kind is float else (int,)
+    fits = isinstance(value, accepted) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or not bounds.low <= value <= bounds.high or (bounds.low_open and value == bounds.low):
+        raise RequestError(f"{name} must be {bounds}, not {value!r}", name)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, list | tuple) or not all(isinstance(entry, str) and entry for entry in stop):
+        raise RequestError(f"stop must be a string or a list of strings, none empty, not {stop!r}", "stop")
+    if len(stop) > MAX_STOP_STRINGS or any(len(entry) > MAX_STOP_CHARS for entry in stop):
+        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters", "stop")
+    return tuple(stop)
+
+
+def _whole_numbers(name: str, values: Any, low: int) -> tuple[int, ...]:
+    whole = isinstance(values, list | tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+    if not whole or any(v < low for v in values):
+        raise RequestError(f"{name} must be a list of whole numbers of at least {low}, not {values!r}", name)
+    return tuple(values)
+
+
+# --- resolution against the running engine
+
+
+class Depth(NamedTuple):
+    """How deep a request's decode tokens go."""
+
+    gate: Gate
+    exit_threshold: float
+    min_loops: int
+    max_loops: int
+
+
+class RequestDefaults:
+    """What the running engine gives to requests that do not say; built once, from its options and its own word.
+
+    Raises ConfigError when an option asks for what the loaded model does not have.
+    """
+
+    def __init__(self, config: EngineConfig, info: EngineInfo) -> None:
+        self.info = info
+        self._seed = config.seed
+        self._layout = KVLayout(info.kv_layout)
+        self.gate = info.default_gate if config.gate is None else GATE_BY_LABEL[config.gate]
+        if self.gate not in info.gates:
+            raise ConfigError(f"gate {self.gate.label} is not one of this model's: {_labels(info.gates)}")
+        if self.gate.may_exit_early and not self._layout.allows_early_exit:
+            if config.gate is not None:
+                raise ConfigError(f"kv_layout {info.kv_layout} cannot run gate {self.gate.label}")
+            self.gate = Gate.NONE
+        self.exit_threshold = info.default_threshold if config.exit_threshold is None else config.exit_threshold
+        self.min_loops = info.r_min if config.min_loops is None else config.min_loops
+        if not info.r_min <= self.min_loops <= info.r_max:
+            raise ConfigError(f"min_loops must be between {info.r_min} and {info.r_max}, not {self.min_loops}")
+
+    def resolve(self, params: SamplingParams, prompt_tokens: int, ordinal: int) -> RequestParams:
+        """Final parameters of a request with a prompt of ``prompt_tokens``; ``ordinal`` varies the default seed.
+
+        Raises RequestError naming the field that this engine cannot serve.
+        """
+        limit = self.info.max_model_len - prompt_tokens
+        if prompt_tokens < 1:
+            raise RequestError("prompt is empty", "prompt")
+        if limit < 1:
+            raise RequestError(
+                f"prompt of {prompt_tokens} tokens leaves no room: max_model_len is {self.info.max_model_len}", "prompt"
+            )
+        max_tokens = limit if params.max_tokens is None else params.max_tokens
+        if max_tokens > limit:
+            raise RequestError(
+                f"max_tokens {max_tokens} and a prompt of {prompt_tokens} tokens are more than max_model_len "
+                f"{self.info.max_model_len}",
+                "max_tokens",
+            )
+        if params.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens {params.min_tokens} is more than the {max_tokens} that fit", "min_tokens")
+        depth = self._depth(params)
+        seed = _mix(self._seed, ordinal) if params.seed is None else params.seed & SEED_MASK
+        return RequestParams(
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=self._stop_token_ids(params),
+            temperature=float(params.temperature),
+            top_k=max(params.top_k, 0),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            seed=seed,
+            gate=depth.gate,
+            exit_threshold=depth.exit_threshold,
+            min_loops=depth.min_loops,
+            max_loops=depth.max_loops,
+            exit_depths=bytes(params.exit_depths or ()),
+            priority=params.priority,
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        for token in params.stop_token_ids:
+            if token >= self.info.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids: {token} is not below the vocabulary size {self.info.vocab_size}", "stop_token_ids"
+                )
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        return tuple(sorted({*params.stop_token_ids, *eos}))
+
+    def _gate(self, params: SamplingParams) -> Gate:
+        """The gate that the fields ask for together."""
+        implied = {Gate.FIXED: params.num_loops is not None, Gate.REPLAY: params.exit_depths is not None}
+        asked = [gate for gate, given in implied.items() if given]
+        if len(asked) > 1:
+            raise RequestError("num_loops and exit_depths exclude each other", "num_loops")
+        if params.gate is None:
+            return asked[0] if asked else self.gate
+        gate = GATE_BY_LABEL[params.gate]
+        for other, param in ((Gate.FIXED, "num_loops"), (Gate.REPLAY, "exit_depths")):
+            if gate is other and not implied[other]:
+                raise RequestError(f"gate {gate.label} needs {param}", param)
+            if gate is not other and implied[other]:
+                raise RequestError(f"{param} has no effect with gate {gate.label}", param)
+        return gate
+
+    def _depth(self, params: SamplingParams) -> Depth:
+        info, gate = self.info, self._gate(params)
+        param = {Gate.FIXED: "num_loops", Gate.REPLAY: "exit_depths"}.get(gate, "gate")
+        if gate not in (*info.gates, Gate.NONE, Gate.FIXED, Gate.REPLAY):
+            raise RequestError(f"gate {gate.label} is not one of this model's: {_labels(info.gates)}", "gate")
+        if gate.may_exit_early and not self._layout.allows_early_exit:
+            raise RequestError(
+                f"gate {gate.label} cannot run with kv_layout {info.kv_layout}: early exits leave holes in it", param
+            )
+        for name in ("num_loops", "min_loops", "max_loops"):
+            value = getattr(params, name)
+            if value is not None and value > info.r_max:
+                raise RequestError(f"{name} {value} is more than the {info.r_max} loops of this engine", name)
+        if not gate.decides_on_device:
+            self._refuse_gate_fields(params, gate)
+        if gate is Gate.FIXED:
+            assert params.num_loops is not None
+            return Depth(gate, 1.0, params.num_loops, params.num_loops)
+        max_loops = info.r_max if params.max_loops is None else params.max_loops
+        if gate is Gate.REPLAY and max(params.exit_depths or (1,)) > max_loops:
+            raise RequestError(
+                f"exit_depths holds {max(params.exit_depths or (1,))}, more than {max_loops} loops", "exit_depths"
+            )
+        if not gate.decides_on_device:
+            return Depth(gate, 1.0, 1, max_loops)
+        return self._gated_depth(params, gate, max_loops)
+
+    def _refuse_gate_fields(self, params: SamplingParams, gate: Gate) -> None:
+        """Nothing is accepted and ignored."""
+        for name in ("exit_threshold", "min_loops", *(("max_loops",) if gate is Gate.FIXED else ())):
+            if getattr(params, name) is not None:
+                raise RequestError(f"{name} has no effect with gate {gate.label}", name)
+
+    def _gated_depth(self, params: SamplingParams, gate: Gate, max_loops: int) -> Depth:
+        default_min = min(self.min_loops, max_loops) if params.min_loops is None else params.min_loops
+        if params.min_loops is not None and not self.info.r_min <= params.min_loops <= max_loops:
+            raise RequestError(
+                f"min_loops must be between {self.info.r_min} and {max_loops}, not {params.min_loops}", "min_loops"
+            )
+        threshold = self.exit_threshold if params.exit_threshold is None else params.exit_threshold
+        return Depth(gate, float(threshold), default_min, max_loops)
+
+
+def check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
+    """Raises RequestError unless every id is in the vocabulary."""
+    for token in token_ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < info.vocab_size:
+            raise RequestError(f"prompt: {token!r} is not a token id below {info.vocab_size}", "prompt")
+
+
+def _labels(gates: Sequence[Gate]) -> str:
+    return ", ".join(gate.label for gate in gates)
+
+
+def _mix(seed: int, ordinal: int) -> int:
+    """64 well-mixed bits of (seed, ordinal): the finalizer of splitmix64."""
+    x = (seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & SEED_MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & SEED_MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & SEED_MASK
+    return x ^ (x >> 31)
