@@ -1,0 +1,173 @@
+"""From a name or directory to a model on a device: config.json and *.safetensors only, never remote code.
+
+Checks everything a file can get wrong before any weight is used; each failure is a ModelError of one line that names
+the file, tensor or field. Knows no architecture: ``models.registry`` finds the family, the family says what it needs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from depthbatch.common.errors import ConfigError, ModelError
+from depthbatch.worker.checkpoint import Checkpoint, CheckpointSource, DummySource, check_names_and_shapes, read_json
+from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.family import SIDE_FILES, BuildInputs, ModelFamily, SpecOptions, TensorTable
+from depthbatch.worker.models.interface import LoopedModel, ModelSpec
+from depthbatch.worker.models.registry import find_family
+
+DEMO_DIR = Path(__file__).parent / "demo"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOAD_FORMATS = ("auto", "dummy")
+STATE_INITS = ("zero", "seeded")
+_DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class ModelDir:
+    """A resolved model directory with its parsed config and family."""
+
+    path: Path
+    config: ConfigReader
+    family: ModelFamily
+    dummy: bool  # weights are made up, not read
+
+    @property
+    def side_files(self) -> frozenset[str]:
+        """Names of the gate files that lie beside the model."""
+        return frozenset(name for name in SIDE_FILES if (self.path / f"{name}.safetensors").is_file())
+
+
+def resolve_model_dir(name: str) -> Path:
+    """The directory behind a model name: a local directory, a name shipped in the package, or a Hugging Face repo id.
+
+    Raises ModelError when there is no such directory and it cannot be downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    demo = DEMO_DIR / name
+    if name.startswith("demo") and "/" not in name and demo.is_dir():
+        return demo
+    if path.exists():
+        raise ModelError(f"model '{name}' is a file; give the directory that holds config.json")
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts) or name.startswith((".", "/", "~")):
+        raise ModelError(f"model directory '{name}' does not exist")
+    return _download(name)
+
+
+def _download(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_DOWNLOAD_PATTERNS))
+    except Exception as error:  # the client raises a dozen unrelated types, offline ones included
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"model '{repo}' is neither a local directory nor could it be downloaded from Hugging Face: {reason}"
+        ) from None
+
+
+def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
+    """Resolves a name, reads its config.json and finds its family; weights are not touched.
+
+    The package's demo directory may hold a config alone; it then counts as load_format 'dummy'.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format '{load_format}' is not one of {', '.join(LOAD_FORMATS)}")
+    path = resolve_model_dir(name)
+    config = ConfigReader(read_json(path / "config.json"), str(path / "config.json"))
+    if "eos_token_id" in (generation := _generation_config(path)):
+        config.values["eos_token_id"] = _merge_ids(config.values.get("eos_token_id"), generation["eos_token_id"])
+    unfinished_demo = path.parent == DEMO_DIR and not any(path.glob("*.safetensors"))
+    return ModelDir(path, config, find_family(config), load_format == "dummy" or unfinished_demo)
+
+
+def _generation_config(path: Path) -> dict[str, object]:
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _merge_ids(first: object, second: object) -> list[object]:
+    """Both files' end-of-sequence ids as one list; null entries dropped."""
+    merged: list[object] = []
+    for value in (first, second):
+        merged += value if isinstance(value, list) else [] if value is None else [value]
+    return list(dict.fromkeys(merged))
+
+
+def resolve_dtype(model_dir: ModelDir, dtype: str) -> torch.dtype:
+    """The dtype of weights and KV. 'auto' is the config's, or that of the first stored tensor.
+
+    Raises ConfigError for an unknown option, ModelError when 'auto' finds a type that is not float32 or bfloat16.
+    """
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype '{dtype}' is not one of auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    config = model_dir.config
+    stored = config.values.get("dtype") or config.values.get("torch_dtype")
+    if stored is None:
+        stored = "float32" if model_dir.dummy else Checkpoint(model_dir.path).first_dtype()
+    if not isinstance(stored, str) or stored.removeprefix("torch.") not in DTYPES:
+        raise config.fail(f"the model's dtype {stored!r} is not supported; choose --dtype {' or '.join(DTYPES)}")
+    return DTYPES[stored.removeprefix("torch.")]
+
+
+def read_spec(path_or_name: str, dtype: str = "auto", load_format: str = "auto", r_max: int | None = None) -> ModelSpec:
+    """The model's facts without loading weights. Raises ModelError, or ConfigError for a bad option."""
+    model_dir = open_model_dir(path_or_name, load_format)
+    return _spec(model_dir, dtype, r_max)
+
+
+def _spec(model_dir: ModelDir, dtype: str, r_max: int | None) -> ModelSpec:
+    options = SpecOptions(resolve_dtype(model_dir, dtype), r_max, model_dir.side_files)
+    return model_dir.family.spec(model_dir.config, options)
+
+
+def load_model(
+    path_or_name: str,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    r_max: int | None = None,
+    state_init: str = "zero",
+) -> LoopedModel:
+    """A model with its weights on ``device``.
+
+    Args:
+        path_or_name: see ``resolve_model_dir``.
+        dtype: auto, float32 or bfloat16; auto is the checkpoint's.
+        device: a torch device.
+        load_format: 'dummy' makes weights from config.json and ``seed`` alone.
+        seed: of dummy weights.
+        r_max: loops of a full-depth token; None is the model's own.
+        state_init: 'zero' or 'seeded', for models with a recurrent state of their own.
+
+    Raises ModelError for anything wrong with the directory, ConfigError for a bad option.
+    """
+    if state_init not in STATE_INITS:
+        raise ConfigError(f"state_init '{state_init}' is not one of {', '.join(STATE_INITS)}")
+    model_dir = open_model_dir(path_or_name, load_format)
+    spec = _spec(model_dir, dtype, r_max)
+    table = model_dir.family.tensors(model_dir.config)
+    device = torch.device(device)
+    source: DummySource | CheckpointSource
+    if model_dir.dummy:
+        optional: frozenset[str] = frozenset()
+        source = DummySource(table, spec.dtype, device, seed)
+    else:
+        checkpoint = Checkpoint(model_dir.path)
+        optional = check_names_and_shapes(checkpoint, table)
+        source = CheckpointSource(checkpoint, spec.dtype, device)
+    side = {name: _side_tensors(model_dir.path / f"{name}.safetensors", spec, device) for name in model_dir.side_files}
+    return model_dir.family.build(model_dir.config, spec, BuildInputs(source.take, optional, side, device, state_init))
+
+
+def _side_tensors(path: Path, spec: ModelSpec, device: torch.device) -> dict[str, torch.Tensor]:
+    """Weight [1, D] and bias [1] of a gate file, fp32."""
+    checkpoint = Checkpoint(path.parent, (path,))
+    check_names_and_shapes(checkpoint, TensorTable({"weight": (1, spec.hidden_size), "bias": (1,)}))
+    source = CheckpointSource(checkpoint, torch.float32, device)
+    return {name: source.take(name) for name in ("weight", "bias")}

@@ -1,0 +1,86 @@
+"""What a model file exports: how to recognise a config, which tensors it needs, how to build the model.
+
+A model file in this folder defines ``FAMILY``, an instance of ModelFamily; ``registry`` finds it. The loader around
+it reads files and checks names, shapes and values; the family only says what it wants.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from depthbatch.common.errors import ConfigError
+from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.interface import LoopedModel, ModelSpec
+
+LOOKAHEAD_GATE = "lookahead_gate"  # <name>.safetensors beside the model: weight [1, D], bias [1]
+SIDE_FILES = (LOOKAHEAD_GATE,)
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """Names and shapes of a checkpoint."""
+
+    required: dict[str, tuple[int, ...]]
+    optional: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ignored_suffixes: tuple[str, ...] = ()  # stored by some versions, recomputed by us
+
+
+class SpecOptions(NamedTuple):
+    """What the user may choose about a model."""
+
+    dtype: torch.dtype
+    r_max: int | None  # None: the model's own
+    side_files: frozenset[str]  # gate files found beside the model
+
+
+class TakeTensor(Protocol):
+    """Hands out a checkpoint tensor, checked, on the device. ``dtype`` None means the model's."""
+
+    def __call__(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+
+
+class BuildInputs(NamedTuple):
+    """What a family builds a model from."""
+
+    take: TakeTensor
+    optional_present: frozenset[str]  # which of TensorTable.optional the checkpoint holds
+    side: Mapping[str, Mapping[str, torch.Tensor]]  # fp32 tensors of each side file found
+    device: torch.device
+    state_init: str  # "zero" or "seeded"
+
+
+class ModelFamily(Protocol):
+    """One architecture."""
+
+    name: str
+
+    def claims(self, config: ConfigReader) -> bool:
+        """True when the config's names are this family's; ``spec`` then refuses variants it cannot run."""
+        ...
+
+    def spec(self, config: ConfigReader, options: SpecOptions) -> ModelSpec:
+        """The model's facts. Raises ModelError (config) or ConfigError (options)."""
+        ...
+
+    def tensors(self, config: ConfigReader) -> TensorTable:
+        """Names and shapes the checkpoint must have."""
+        ...
+
+    def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> LoopedModel:
+        """The model with its weights."""
+        ...
+
+
+def checked_r_max(requested: int | None, default: int, limit: int) -> int:
+    """Loops of a full-depth token: what the user asks for within 1..limit, else the default; ConfigError outside."""
+    if requested is None:
+        return default
+    if not 1 <= requested <= limit:
+        raise ConfigError(f"max_loops {requested} is outside the model's range 1..{limit}")
+    return requested
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """Degrees by which n heads can be split, ascending."""
+    return tuple(d for d in range(1, n + 1) if n % d == 0)

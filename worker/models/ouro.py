@@ -1,0 +1,259 @@
+"""Ouro (ByteDance Ouro-1.4B, -2.6B, -Thinking): no layers outside the loop, sandwich norms, a trained exit gate.
+
+Source: models.md, section 1 (published configuration and reference forward). A loop is all layers and the final norm,
+so the same h is the next loop's input, the gate's input and the head's input. Loops do not see their index: the core
+is one function of (h, position, K/V). Knows nothing of slots, blocks or requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.attention.interface import Rotation
+from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.family import (
+    LOOKAHEAD_GATE,
+    BuildInputs,
+    SpecOptions,
+    TensorTable,
+    checked_r_max,
+    divisors,
+)
+from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
+from depthbatch.worker.models.rotary import RotaryTable
+from depthbatch.worker.ops import Linear, rms_norm, rms_norm_add, silu_mul
+
+R_MIN = 2  # loop 1 is not trained to give usable outputs (paper, E.2)
+PUBLISHED_VOCAB_SIZE = 49152
+IM_END = 2  # ends a chat turn in the published tokenizer; the published config lists only 0
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One shared layer."""
+
+    input_norm: torch.Tensor  # [D]
+    qkv: Linear  # D -> (H + 2 Hkv) Dh
+    out: Linear  # H Dh -> D
+    input_norm_2: torch.Tensor  # [D]
+    post_norm: torch.Tensor  # [D]
+    gate_up: Linear  # D -> 2I
+    down: Linear  # I -> D
+    post_norm_2: torch.Tensor  # [D]
+
+
+@dataclass(frozen=True)
+class ScalarHead:
+    """Weight and bias of a head with one fp32 output a row."""
+
+    weight: torch.Tensor  # fp32 [D]
+    bias: torch.Tensor  # fp32 [1]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, D] -> fp32 [N]; a row's sum does not depend on its neighbours."""
+        return (x.float() * self.weight).sum(-1) + self.bias
+
+
+@dataclass(frozen=True)
+class OuroWeights:
+    """All weights. ``lookahead`` is None when the model has no trained lookahead gate."""
+
+    embedding: torch.Tensor  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [D]
+    head: Linear  # D -> V
+    gate: ScalarHead
+    lookahead: ScalarHead | None
+
+
+class Ouro:
+    """LoopedModel with the work item (h,)."""
+
+    def __init__(self, spec: ModelSpec, weights: OuroWeights, rotary: RotaryTable, eps: float) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._rotary = rotary
+        self._eps = eps
+
+    def prelude(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, state_seeds: torch.Tensor, attend: AttentionContext
+    ) -> WorkItem:
+        """h = embedding[token_ids], unscaled, [N, D]."""
+        return (F.embedding(token_ids, self.weights.embedding),)
+
+    def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
+        """One loop: every layer, then the final norm."""
+        (h,) = item
+        rotation = self._rotary.at(positions)
+        for index, layer in enumerate(self.weights.layers):
+            h = self._layer(index, layer, h, rotation, attend)
+        return (rms_norm(h, self.weights.norm, self._eps),)
+
+    def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
+        """h as it is: each loop already ends with the final norm."""
+        return item[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, D] -> fp32 [N, V]."""
+        return self.weights.head(hidden).float()
+
+    def gate_logit(self, item: WorkItem) -> torch.Tensor:
+        """Raw output of the exit gate after a loop, fp32 [N]."""
+        return self.weights.gate(item[0])
+
+    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
+        """Raw output of the lookahead gate after loop r: the hazard of loop r + 1, fp32 [N]."""
+        if self.weights.lookahead is None:
+            raise NotImplementedError("this model has no lookahead gate")
+        return self.weights.lookahead(item[0])
+
+    def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
+        raise NotImplementedError("ouro decides exits by its trained gate, not by convergence")
+
+    def _layer(
+        self, index: int, layer: LayerWeights, h: torch.Tensor, rotation: Rotation, attend: AttentionContext
+    ) -> torch.Tensor:
+        eps = self._eps
+        attended = attend.from_qkv(index, layer.qkv(rms_norm(h, layer.input_norm, eps)), rotation)
+        h = rms_norm_add(h, layer.out(attended), layer.input_norm_2, eps)
+        branch = layer.down(silu_mul(layer.gate_up(rms_norm(h, layer.post_norm, eps))))
+        return rms_norm_add(h, branch, layer.post_norm_2, eps)
+
+
+class OuroFamily:
+    """Recognises, sizes and builds Ouro models."""
+
+    name = "ouro"
+
+    def claims(self, config: ConfigReader) -> bool:
+        return config.values.get("model_type") == "ouro" or "OuroForCausalLM" in config.architectures()
+
+    def spec(self, config: ConfigReader, options: SpecOptions) -> ModelSpec:
+        _refuse_variants(config)
+        heads, kv_heads, head_dim = _attention_shape(config)
+        vocab_size = config.integer("vocab_size")
+        loops = config.integer("total_ut_steps")
+        r_max = checked_r_max(options.r_max, loops, loops)
+        eos = set(config.eos_token_ids(vocab_size)) | ({IM_END} if vocab_size == PUBLISHED_VOCAB_SIZE else set())
+        has_lookahead = LOOKAHEAD_GATE in options.side_files
+        gates = (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.OWN, Gate.DELAYED)
+        return ModelSpec(
+            architecture=self.name,
+            vocab_size=vocab_size,
+            hidden_size=config.integer("hidden_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            prelude_layers=0,
+            core_layers=config.integer("num_hidden_layers"),
+            coda_layers=0,
+            work_item=("h",),
+            r_max=r_max,
+            r_limit=loops,
+            r_min=min(R_MIN, r_max),
+            layouts=tuple(KVLayout),
+            default_layout=KVLayout.LAST_EXITED,
+            gates=(*gates, Gate.LOOKAHEAD) if has_lookahead else gates,
+            default_gate=Gate.LOOKAHEAD if has_lookahead else Gate.DELAYED,
+            default_threshold=config.number("early_exit_threshold"),
+            max_positions=config.integer("max_position_embeddings"),
+            eos_token_ids=tuple(sorted(eos)),
+            dtype=options.dtype,
+            tensor_parallel_degrees=divisors(kv_heads),
+        )
+
+    def tensors(self, config: ConfigReader) -> TensorTable:
+        heads, kv_heads, head_dim = _attention_shape(config)
+        d, i, v = (config.integer(n) for n in ("hidden_size", "intermediate_size", "vocab_size"))
+        layer_shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (heads * head_dim, d),
+            "self_attn.k_proj": (kv_heads * head_dim, d),
+            "self_attn.v_proj": (kv_heads * head_dim, d),
+            "self_attn.o_proj": (d, heads * head_dim),
+            "mlp.gate_proj": (i, d),
+            "mlp.up_proj": (i, d),
+            "mlp.down_proj": (d, i),
+            "input_layernorm": (d,),
+            "input_layernorm_2": (d,),
+            "post_attention_layernorm": (d,),
+            "post_attention_layernorm_2": (d,),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (v, d),
+            "model.norm.weight": (d,),
+            "model.early_exit_gate.weight": (1, d),
+            "model.early_exit_gate.bias": (1,),
+        }
+        for index in range(config.integer("num_hidden_layers")):
+            shapes |= {f"model.layers.{index}.{key}.weight": shape for key, shape in layer_shapes.items()}
+        head: dict[str, tuple[int, ...]] = {"lm_head.weight": (v, d)}
+        tied = _tied(config)
+        return TensorTable(shapes if tied else shapes | head, head if tied else {}, ("inv_freq",))
+
+    def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> Ouro:
+        take = inputs.take
+        embedding = take("model.embed_tokens.weight")
+        lookahead = inputs.side.get(LOOKAHEAD_GATE)
+        weights = OuroWeights(
+            embedding=embedding,
+            layers=tuple(_layer_weights(inputs, f"model.layers.{i}.") for i in range(spec.core_layers)),
+            norm=take("model.norm.weight"),
+            head=Linear(embedding if _tied(config) else take("lm_head.weight")),
+            gate=ScalarHead(
+                take("model.early_exit_gate.weight", torch.float32)[0],
+                take("model.early_exit_gate.bias", torch.float32),
+            ),
+            lookahead=None if lookahead is None else ScalarHead(lookahead["weight"][0], lookahead["bias"]),
+        )
+        rotary = RotaryTable(spec.max_positions, spec.head_dim, config.rope_base("rope_theta"), False, inputs.device)
+        return Ouro(spec, weights, rotary, config.number("rms_norm_eps"))
+
+
+def _layer_weights(inputs: BuildInputs, prefix: str) -> LayerWeights:
+    def take(name: str) -> torch.Tensor:
+        return inputs.take(f"{prefix}{name}.weight")
+
+    return LayerWeights(
+        input_norm=take("input_layernorm"),
+        qkv=Linear(torch.cat([take(f"self_attn.{name}_proj") for name in "qkv"])),
+        out=Linear(take("self_attn.o_proj")),
+        input_norm_2=take("input_layernorm_2"),
+        post_norm=take("post_attention_layernorm"),
+        gate_up=Linear(torch.cat((take("mlp.gate_proj"), take("mlp.up_proj")))),
+        down=Linear(take("mlp.down_proj")),
+        post_norm_2=take("post_attention_layernorm_2"),
+    )
+
+
+def _tied(config: ConfigReader) -> bool:
+    return config.tied_head(("tie_word_embeddings", "tie_embeddings"))
+
+
+def _attention_shape(config: ConfigReader) -> tuple[int, int, int]:
+    """Heads, KV heads, head_dim; a missing head_dim is hidden_size / heads, as the shapes of the weights would say."""
+    heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
+    hidden = config.integer("hidden_size")
+    if heads % kv_heads:
+        raise config.fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if not config.has("head_dim") and hidden % heads:
+        raise config.fail(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = config.integer("head_dim") if config.has("head_dim") else hidden // heads
+    if head_dim % 2:
+        raise config.fail(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    return heads, kv_heads, head_dim
+
+
+def _refuse_variants(config: ConfigReader) -> None:
+    """Fields that would change the forward pass."""
+    config.expect("hidden_act", ("silu",))
+    config.expect("attention_bias", (False,), optional=True)
+    config.expect("mlp_bias", (False,), optional=True)
+    config.expect("use_sliding_window", (False,), optional=True)
+    kinds = set(config.values.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise config.fail(f"'layer_types' holds {sorted(kinds)}, which is not supported (only 'full_attention')")
+
+
+FAMILY = OuroFamily()
