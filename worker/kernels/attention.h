@@ -1,0 +1,34 @@
+/* Arguments of the attention kernels; mirrored by ctypes structures in library.py. */
+#ifndef DEPTHBATCH_ATTENTION_H
+#define DEPTHBATCH_ATTENTION_H
+
+#include <stdint.h>
+
+/* One cache layer: K and V are [num_blocks * planes, num_kv_heads, block_size, head_dim]. */
+typedef struct {
+    void *k_cache, *v_cache;
+    int32_t planes, num_heads, num_kv_heads, head_dim, block_size;
+    float scale;
+} LayerArgs;
+
+/* Where the rows live. planes == NULL: every row uses `plane`. */
+typedef struct {
+    const int32_t *slots, *positions, *planes, *block_tables;
+    int64_t table_stride;
+    int32_t num_rows, plane;
+    int32_t rows_share_slots; /* prefill: rows of a sequence read each other's K/V */
+} RowArgs;
+
+enum { ROPE_NONE = 0, ROPE_SPLIT_HALF = 1, ROPE_INTERLEAVED = 2 };
+
+/* q, k, v: rows `stride` elements apart, heads and features contiguous. out: [num_rows, num_heads * head_dim]. */
+typedef struct {
+    const void *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;
+    void *out;
+    const float *cos, *sin; /* [num_rows, head_dim / 2] */
+    const void *q_bias, *k_bias; /* [num_heads * head_dim], [num_kv_heads * head_dim] or NULL; added before RoPE */
+    int32_t rope;
+} CallArgs;
+
+#endif

@@ -1,0 +1,267 @@
+/* Body of the attention kernels for one element type; included once a type (see attention.c).
+ *
+ * A query's state while tiles stream by: running max m, running sum l, fp32 accumulator acc [Dh].
+ */
+
+/* Cached queries of one run: q as stored (rounded) and, where no bf16 dot product exists, widened. */
+typedef struct {
+    T *q;       /* [queries, head_dim] */
+    float *acc; /* [queries, head_dim] */
+    float *m, *l;
+} NAME(Run);
+
+INLINE vf NAME(load_tail)(const T *p) { /* 8 elements, the upper lanes 0 */
+    T wide[LANES] = {0};
+    memcpy(wide, p, 8 * sizeof(T));
+    return LOAD(wide);
+}
+
+/* Dot products of q with the 16 keys of a tile; keys beyond n repeat key 0 (their scores are masked later). */
+INLINE vf NAME(scores)(const T *q, const T *k, int n, int dh) {
+    float s[LANES];
+    int d = 0;
+#ifdef __AVX512F__
+    const T *key[TILE];
+    __m512 acc[TILE];
+    for (int t = 0; t < TILE; t++) {
+        key[t] = k + (t < n ? t * dh : 0);
+        acc[t] = _mm512_setzero_ps();
+    }
+#ifdef DOT_BF16
+    for (; d + 32 <= dh; d += 32) {
+        __m512bh qd = (__m512bh)_mm512_loadu_si512(q + d);
+#pragma GCC unroll 16
+        for (int t = 0; t < TILE; t++) acc[t] = _mm512_dpbf16_ps(acc[t], (__m512bh)_mm512_loadu_si512(key[t] + d), qd);
+    }
+#endif
+    for (; d + LANES <= dh; d += LANES) {
+        vf qd = LOAD(q + d);
+#pragma GCC unroll 16
+        for (int t = 0; t < TILE; t++) acc[t] = (__m512)((vf)acc[t] + LOAD(key[t] + d) * qd);
+    }
+    if (d < dh) {
+        vf qd = NAME(load_tail)(q + d);
+        for (int t = 0; t < TILE; t++) acc[t] = (__m512)((vf)acc[t] + NAME(load_tail)(key[t] + d) * qd);
+    }
+    (void)s;
+    return reduce_lanes(acc);
+#else
+    for (int t = 0; t < TILE; t++) {
+        if (t >= n) {
+            s[t] = 0.0f;
+            continue;
+        }
+        const T *key = k + t * dh;
+        vf acc = splat(0.0f);
+        for (d = 0; d + LANES <= dh; d += LANES) acc += LOAD(key + d) * LOAD(q + d);
+        if (d < dh) acc += NAME(load_tail)(key + d) * NAME(load_tail)(q + d);
+        s[t] = hsum(acc);
+    }
+    return load_f32(s);
+#endif
+}
+
+/* acc [Dh] += sum over t < n of p[t] * v[t]. Tokens beyond n are not read: stale memory may hold a NaN. */
+INLINE void NAME(accumulate)(float *acc, const float *p, const T *v, int n, int dh) {
+    int d = 0;
+#ifdef DOT_BF16
+    uint32_t pairs[TILE / 2];
+    for (int t = 0; t < TILE / 2; t++) pairs[t] = (uint32_t)narrow(p[2 * t]) | ((uint32_t)narrow(p[2 * t + 1]) << 16);
+    for (; d + 32 <= dh; d += 32) {
+        __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
+        for (int t = 0; t < n; t += 2) {
+            __m512i v0 = _mm512_loadu_si512(v + t * dh + d);
+            __m512i v1 = t + 1 < n ? _mm512_loadu_si512(v + (t + 1) * dh + d) : _mm512_setzero_si512();
+            __m512bh pp = (__m512bh)_mm512_set1_epi32((int)pairs[t / 2]);
+            low = _mm512_dpbf16_ps(low, (__m512bh)_mm512_unpacklo_epi16(v0, v1), pp);
+            high = _mm512_dpbf16_ps(high, (__m512bh)_mm512_unpackhi_epi16(v0, v1), pp);
+        }
+        /* unpack works within 128-bit lanes: low holds features 8i..8i+3, high 8i+4..8i+7 of lane i */
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        store_f32(acc + d, load_f32(acc + d) + (vf)_mm512_permutex2var_ps(low, first, high));
+        store_f32(acc + d + 16, load_f32(acc + d + 16) + (vf)_mm512_permutex2var_ps(low, second, high));
+    }
+#endif
+    for (; d + 4 * LANES <= dh; d += 4 * LANES) {
+        vf a0 = load_f32(acc + d), a1 = load_f32(acc + d + 16), a2 = load_f32(acc + d + 32), a3 = load_f32(acc + d + 48);
+        for (int t = 0; t < n; t++) {
+            const T *row = v + t * dh + d;
+            vf pt = splat(p[t]);
+            a0 += pt * LOAD(row);
+            a1 += pt * LOAD(row + 16);
+            a2 += pt * LOAD(row + 32);
+            a3 += pt * LOAD(row + 48);
+        }
+        store_f32(acc + d, a0);
+        store_f32(acc + d + 16, a1);
+        store_f32(acc + d + 32, a2);
+        store_f32(acc + d + 48, a3);
+    }
+    for (; d + LANES <= dh; d += LANES) {
+        vf a = load_f32(acc + d);
+        for (int t = 0; t < n; t++) a += splat(p[t]) * LOAD(v + t * dh + d);
+        store_f32(acc + d, a);
+    }
+    if (d < dh) {
+        vf a = NAME(load_tail)(v + d) * p[0];
+        for (int t = 1; t < n; t++) a += splat(p[t]) * NAME(load_tail)(v + t * dh + d);
+        for (int i = 0; i < 8; i++) acc[d + i] += a[i];
+    }
+}
+
+/* One tile of n tokens for one query: online softmax. */
+INLINE void NAME(tile)(const T *q, float *acc, float *m, float *l, const T *k, const T *v, int n, int dh, float scale) {
+    static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi valid = load_f32(lane) < (float)n;
+    vf s = blend(valid, NAME(scores)(q, k, n, dh) * scale, splat(-INFINITY));
+    float top = hmax(s);
+    if (top > *m) {
+        float shrink = *m == -INFINITY ? 0.0f : vexp(splat(*m - top))[0];
+        for (int d = 0; d < dh; d += 8)
+            for (int i = 0; i < 8; i++) acc[d + i] *= shrink;
+        *l *= shrink;
+        *m = top;
+    }
+    float p[LANES];
+    vf weights = blend(valid, vexp(s - *m), splat(0.0f));
+    store_f32(p, weights);
+    *l += hsum(weights);
+    NAME(accumulate)(acc, p, v, n, dh);
+}
+
+INLINE void NAME(prefetch)(const T *p, int64_t elements) {
+    for (int64_t i = 0; i < elements; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(p + i, 0, 3);
+}
+
+/* dst [Dh] = rotate(src [Dh] + bias), rounded to T after the bias and at the end, as the plain operators do. */
+INLINE void NAME(rotate)(
+    T *dst, const T *src, const T *bias, const float *cos, const float *sin, int rope, int dh
+) {
+    if (rope == ROPE_NONE) {
+        memcpy(dst, src, dh * sizeof(T));
+        return;
+    }
+    int half = dh / 2, step = rope == ROPE_SPLIT_HALF ? half : 1, spread = rope == ROPE_SPLIT_HALF ? 1 : 2;
+    if (rope == ROPE_SPLIT_HALF && !bias && half % LANES == 0) {
+        for (int i = 0; i < half; i += LANES) {
+            vf a = LOAD(src + i), b = LOAD(src + i + half), c = load_f32(cos + i), s = load_f32(sin + i);
+            STORE(dst + i, a * c - b * s);
+            STORE(dst + i + half, b * c + a * s);
+        }
+        return;
+    }
+    for (int i = 0; i < half; i++) {
+        int at = i * spread;
+        float a = GET(src + at), b = GET(src + at + step);
+        if (bias) {
+            a = ROUND(a + GET(bias + at));
+            b = ROUND(b + GET(bias + at + step));
+        }
+        PUT(dst + at, a * cos[i] - b * sin[i]);
+        PUT(dst + at + step, b * cos[i] + a * sin[i]);
+    }
+}
+
+/* Writes k and v of one row and head to the cache. */
+INLINE void NAME(append)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, int64_t row, int64_t head) {
+    int dh = layer->head_dim;
+    int64_t position = rows->positions[row], index = position / layer->block_size;
+    int64_t at = tile_offset(layer, physical_block(layer, rows, row, index), head) + position % layer->block_size * dh;
+    const T *bias = call->k_bias ? (const T *)call->k_bias + head * dh : NULL;
+    const T *k = (const T *)call->k + row * call->k_stride + head * dh;
+    NAME(rotate)((T *)layer->k_cache + at, k, bias, call->cos + row * (dh / 2), call->sin + row * (dh / 2), call->rope, dh);
+    memcpy((T *)layer->v_cache + at, (const T *)call->v + row * call->v_stride + head * dh, dh * sizeof(T));
+}
+
+/* Queries of `count` rows starting at `row` (consecutive positions of one slot) for kv head `head`. */
+INLINE void NAME(attend_run)(
+    const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, int64_t row, int count, int64_t head, float *scratch
+) {
+    const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group;
+    NAME(Run) run = {(T *)scratch, scratch + queries * dh, scratch + 2 * queries * dh, scratch + 2 * queries * dh + queries};
+    for (int c = 0; c < count; c++) {
+        const float *cos = call->cos + (row + c) * (dh / 2), *sin = call->sin + (row + c) * (dh / 2);
+        for (int g = 0; g < group; g++) {
+            int64_t h = head * group + g;
+            const T *q = (const T *)call->q + (row + c) * call->q_stride + h * dh;
+            const T *bias = call->q_bias ? (const T *)call->q_bias + h * dh : NULL;
+            NAME(rotate)(run.q + (c * group + g) * dh, q, bias, cos, sin, call->rope, dh);
+        }
+    }
+    memset(run.acc, 0, sizeof(float) * queries * dh);
+    for (int i = 0; i < queries; i++) {
+        run.m[i] = -INFINITY;
+        run.l[i] = 0.0f;
+    }
+    const int64_t first = rows->positions[row], last = first + count - 1, size = layer->block_size;
+    int64_t next = tile_offset(layer, physical_block(layer, rows, row, 0), head);
+    for (int64_t start = 0; start <= last; start += size) {
+        const int64_t at = next;
+        if (start + size <= last) {
+            next = tile_offset(layer, physical_block(layer, rows, row, start / size + 1), head);
+            NAME(prefetch)((const T *)layer->k_cache + next, size * dh);
+            NAME(prefetch)((const T *)layer->v_cache + next, size * dh);
+        }
+        for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
+            const T *k = (const T *)layer->k_cache + at + t * dh, *v = (const T *)layer->v_cache + at + t * dh;
+            for (int c = 0; c < count; c++) {
+                int64_t n = first + c + 1 - (start + t); /* tokens of this tile that the query may see */
+                if (n <= 0) continue;
+                n = n > TILE ? TILE : n;
+                n = n > size - t ? size - t : n;
+                for (int i = c * group; i < (c + 1) * group; i++)
+                    NAME(tile)(run.q + i * dh, run.acc + i * dh, run.m + i, run.l + i, k, v, (int)n, dh, layer->scale);
+            }
+        }
+    }
+    for (int c = 0; c < count; c++)
+        for (int g = 0; g < group; g++) {
+            T *out = (T *)call->out + ((row + c) * layer->num_heads + head * group + g) * dh;
+            const float *acc = run.acc + (c * group + g) * dh;
+            float inverse = 1.0f / run.l[c * group + g];
+            int d = 0;
+            for (; d + LANES <= dh; d += LANES) STORE(out + d, load_f32(acc + d) * inverse);
+            for (; d < dh; d++) PUT(out + d, acc[d] * inverse);
+        }
+}
+
+/* Rows row, row + 1, ... that continue the sequence of `row`, at most MAX_RUN. */
+INLINE int NAME(run_length)(const RowArgs *rows, int64_t row) {
+    int count = 1;
+    if (!rows->rows_share_slots) return 1;
+    while (count < MAX_RUN && row + count < rows->num_rows && rows->slots[row + count] == rows->slots[row] &&
+           rows->positions[row + count] == rows->positions[row] + count)
+        count++;
+    return count;
+}
+
+static void NAME(attend)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
+    const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
+    const int group = layer->num_heads / layer->num_kv_heads, dh = layer->head_dim;
+    int64_t tokens = 0;
+    for (int64_t row = 0; row < n; row++) tokens += rows->positions[row] + 1;
+    const int shared = rows->rows_share_slots, stride = shared ? MAX_RUN : 1;
+#pragma omp parallel if (tokens * heads >= PARALLEL_MIN_TOKENS)
+    {
+        float scratch[MAX_RUN * group * (2 * dh + 2)] __attribute__((aligned(64)));
+        if (shared) { /* a row may read what another row appends: all appends first */
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < n; row++)
+                for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
+        }
+        /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. */
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t item = 0; item < (n + stride - 1) / stride * heads; item++) {
+            const int64_t head = item % heads, begin = item / heads * stride;
+            const int64_t end = begin + stride < n ? begin + stride : n;
+            for (int64_t row = begin; row < end;) {
+                int count = NAME(run_length)(rows, row);
+                if (row + count > end) count = (int)(end - row);
+                if (!shared) NAME(append)(layer, rows, call, row, head);
+                NAME(attend_run)(layer, rows, call, row, count, head, scratch);
+                row += count;
+            }
+        }
+    }
+}

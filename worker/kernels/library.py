@@ -1,0 +1,122 @@
+"""The C kernels as Python functions (ctypes, which releases the GIL), and the choice whether to use them.
+
+``DEPTHBATCH_CPU_KERNELS``: ``auto`` (C where it can be built, else torch), ``c``, ``portable`` (C without instruction
+sets beyond the baseline), ``torch``. Knows signatures and element types, nothing of shapes.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from depthbatch.common.errors import ConfigError
+from depthbatch.worker.kernels.build import BuildError, library_file
+
+logger = logging.getLogger(__name__)
+
+MODE_VARIABLE = "DEPTHBATCH_CPU_KERNELS"
+MODES = ("auto", "c", "portable", "torch")
+
+_PTR, _I64, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+Function = Callable[..., None]
+
+
+class LayerArgs(ctypes.Structure):
+    """LayerArgs of attention.h."""
+
+    _fields_ = [
+        ("k_cache", ctypes.c_void_p),
+        ("v_cache", ctypes.c_void_p),
+        ("planes", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class RowArgs(ctypes.Structure):
+    """RowArgs of attention.h."""
+
+    _fields_ = [
+        ("slots", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("planes", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32),
+        ("plane", ctypes.c_int32),
+        ("rows_share_slots", ctypes.c_int32),
+    ]
+
+
+class CallArgs(ctypes.Structure):
+    """CallArgs of attention.h."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("k_stride", ctypes.c_int64),
+        ("v_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("q_bias", ctypes.c_void_p),
+        ("k_bias", ctypes.c_void_p),
+        ("rope", ctypes.c_int32),
+    ]
+
+
+class TypedKernels:
+    """The kernels for one element type."""
+
+    def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
+        def function(name: str, *argtypes: Any) -> Function:
+            bound = getattr(library, f"{name}_{suffix}")
+            bound.argtypes, bound.restype = argtypes, None
+            return bound  # type: ignore[no-any-return]
+
+        self.norm = function("db_norm", _PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _F32)
+        self.norm_add_norm = function("db_norm_add_norm", _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _F32)
+        self.silu_mul = function("db_silu_mul", _PTR, _PTR, _I64, _I64)
+        self.rope = function("db_rope", _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64)
+        self.attend = function("db_attend", _PTR, _PTR, _PTR)
+
+
+class Kernels:
+    """A loaded library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.by_type = {torch.float32: TypedKernels(library, "f32"), torch.bfloat16: TypedKernels(library, "bf16")}
+        copy_planes = library.db_copy_planes
+        copy_planes.argtypes, copy_planes.restype = (_PTR, ctypes.c_int32, _PTR, _PTR, _PTR, _PTR, ctypes.c_int32), None
+        self.copy_planes: Function = copy_planes
+
+
+def cpu_kernels() -> Kernels | None:
+    """The kernels this process uses; None: torch operators.
+
+    Raises ConfigError for an unknown mode, and when C is demanded but cannot be built.
+    """
+    mode = os.environ.get(MODE_VARIABLE, "auto")
+    if mode not in MODES:
+        raise ConfigError(f"{MODE_VARIABLE} must be one of {', '.join(MODES)}, not {mode!r}")
+    return None if mode == "torch" else _load(mode)
+
+
+@cache
+def _load(mode: str) -> Kernels | None:
+    try:
+        path = library_file(portable=mode == "portable")
+        return Kernels(ctypes.CDLL(str(path)))
+    except (BuildError, OSError) as error:
+        if mode != "auto":
+            raise ConfigError(f"{MODE_VARIABLE}={mode}: {error}") from error
+        logger.warning("C kernels not available, using slower torch operators: %s", error)
+        return None

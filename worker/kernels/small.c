@@ -1,0 +1,36 @@
+/* Row-wise operators: norms, silu-mul, rotary embedding. A row never depends on its neighbours.
+ *
+ * Intermediate results are rounded to the element type where the plain operators of ops.py round.
+ */
+
+#include "vec.h"
+
+#define PARALLEL_MIN_ELEMENTS 32768 /* about 5 us of one core: below, waking a second thread costs more */
+
+#define T float
+#define NAME(x) x##_f32
+#define LOAD load_f32
+#define STORE store_f32
+#define VROUND round_f32
+#define ROUND scalar_round_f32
+#define GET scalar_get_f32
+#define PUT scalar_put_f32
+#include "small_impl.h"
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef VROUND
+#undef ROUND
+#undef GET
+#undef PUT
+
+#define T bf16
+#define NAME(x) x##_bf16
+#define LOAD load_bf16
+#define STORE store_bf16
+#define VROUND round_bf16
+#define ROUND scalar_round_bf16
+#define GET scalar_get_bf16
+#define PUT scalar_put_bf16
+#include "small_impl.h"
