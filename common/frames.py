@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 
+MAX_STAGES_IN_FLIGHT = 8  # stages sent and not answered; a worker's ring of input buffers is deeper than this
+
 ROW_FIELDS = 3
 ROW_SLOT, ROW_POSITION, ROW_AUX = range(ROW_FIELDS)
 

@@ -1,0 +1,122 @@
+"""Who gets a slot and blocks, and which prompt tokens the next prefill runs (scheduling.md, CanPrefill)."""
+
+import numpy as np
+from depthbatch.common.frames import Int32Array
+from depthbatch.scheduler.assembly import PrefillChunk
+from depthbatch.scheduler.blocks import BlockPool, SlotPool
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.requests import Request, State, WaitingQueue
+from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
+
+_NO_BLOCKS = np.zeros(0, np.int32)
+
+
+class Admission:
+    """Slots, blocks, the waiting queue and the prompt that is partly prefilled.
+
+    With preemption off a request gets the blocks of its whole life at admission, so decode never lacks one. With
+    recompute it gets those of its prompt and one more whenever it needs it.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._reserve_all = config.preemption == "off"
+        self._headroom = int(np.ceil(config.kv_headroom * config.usable_blocks))
+        self.rows = RowState(config.max_num_seqs, config.max_blocks_per_seq)
+        self.blocks = BlockPool(config.num_blocks)
+        self.slots = SlotPool(config.max_num_seqs)
+        self.waiting = WaitingQueue()
+        self.partial: Request | None = None  # the one prompt that is partly prefilled
+
+    @property
+    def num_active(self) -> int:
+        return self.slots.total - self.slots.free
+
+    def can_prefill(self) -> bool:
+        """Independent of how many requests wait: only the head is looked at."""
+        if self.partial is not None:
+            return True
+        head = self.waiting.head()
+        return head is not None and self.slots.free >= self._config.min_free_slots and self._has_blocks(head)
+
+    def pack(self) -> list[PrefillChunk]:
+        """Up to M prompt tokens in arrival order; the caller has checked can_prefill."""
+        budget = self._config.max_num_batched_tokens
+        chunks: list[PrefillChunk] = []
+        if self.partial is not None:
+            chunks.append(self._chunk(self.partial, budget, _NO_BLOCKS))
+            budget -= chunks[-1].length
+        while budget and self.slots.free:
+            head = self.waiting.head()
+            if head is None or not self._has_blocks(head):
+                break
+            chunks.append(self._chunk(head, budget, self._admit(head)))
+            budget -= chunks[-1].length
+        return chunks
+
+    def blocks_missing(self) -> bool:
+        """True when the rows of Q_D need more blocks than there are."""
+        needed = self.rows.count[DECODE]
+        if needed <= self.blocks.free:
+            return False
+        slots = self.rows.in_phase(DECODE)
+        return int(np.count_nonzero(self._at_border(slots))) > self.blocks.free
+
+    def grow(self, slots: SlotArray) -> Int32Array | None:
+        """One block for every row whose token starts one: [rows], 0 = none. None when no row does."""
+        border = self._at_border(slots)
+        growing = slots[border]
+        if not growing.size:
+            return None
+        taken = self.blocks.take(growing.size)
+        rows = self.rows
+        rows.table[growing, rows.num_blocks[growing]] = taken
+        rows.num_blocks[growing] += 1
+        new_blocks = np.zeros(slots.size, np.int32)
+        new_blocks[border] = taken
+        return new_blocks
+
+    def release(self, request: Request) -> None:
+        """Slot and blocks go back."""
+        self.blocks.give(self.rows.release(request.slot))
+        self.slots.give(request.slot)
+        request.slot = 0
+        request.prefill_tokens = None
+        if self.partial is request:
+            self.partial = None
+
+    def _at_border(self, slots: SlotArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """Rows whose token lies beyond the blocks they hold."""
+        return self.rows.position[slots] >= self.rows.num_blocks[slots] * self._config.block_size
+
+    def _blocks_needed(self, request: Request) -> int:
+        tokens = request.prompt.size + request.limit - 1 if self._reserve_all else request.length
+        return self._config.blocks_for(tokens)
+
+    def _has_blocks(self, request: Request) -> bool:
+        """Blocks for the prompt, headroom, and one block of growth for each running sequence (two for a request that
+        comes back: it must get further than the last time). An empty engine admits whatever fits."""
+        needed, free = self._blocks_needed(request), self.blocks.free
+        active = self.num_active
+        if not active:
+            return needed <= free
+        growth = 0 if self._reserve_all else active * (2 if request.preempted else 1)
+        return needed + max(self._headroom, growth) <= free
+
+    def _admit(self, request: Request) -> Int32Array:
+        self.waiting.remove(request)
+        blocks = self.blocks.take(self._blocks_needed(request))
+        request.slot = self.slots.take()
+        request.state = State.ACTIVE
+        request.computed = 0
+        request.prefill_tokens = request.all_tokens()
+        self.rows.admit(request.slot, request, blocks)
+        return blocks
+
+    def _chunk(self, request: Request, budget: int, new_blocks: Int32Array) -> PrefillChunk:
+        start, total = request.computed, request.length
+        length = min(budget, total - start)
+        request.computed = start + length
+        is_last = request.computed == total
+        self.partial = None if is_last else request
+        return PrefillChunk(request, start, length, is_last, new_blocks)

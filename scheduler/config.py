@@ -1,0 +1,126 @@
+"""The scheduler's settings: frozen, resolved once from the engine's options and what the worker reports.
+
+Knows neither models nor devices; everything it needs of them is in EngineInfo.
+"""
+
+from dataclasses import dataclass
+
+from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import MAX_STAGES_IN_FLIGHT
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import EngineInfo
+
+MAX_PRIORITY = 1 << 20
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Symbols of scheduling.md in words. Raises ConfigError on values that contradict each other."""
+
+    policy: str
+    max_num_seqs: int  # W
+    max_num_batched_tokens: int  # M, prompt tokens in one prefill batch
+    min_free_slots: int  # S
+    min_coda_batch: int  # K
+    r_max: int  # loops of prefill and of a full-depth token
+    block_size: int  # tokens
+    num_blocks: int  # logical blocks, dummy block 0 included
+    max_model_len: int  # tokens, prompt and output
+    buckets: tuple[int, ...]  # ascending row counts of decode stages
+    vocab_size: int
+    kv_headroom: float = 0.0  # share of the blocks kept free at admission
+    preemption: str = "recompute"
+    async_scheduling: str = "off"
+    gates: tuple[Gate, ...] = tuple(Gate)
+    kv_layout: KVLayout = KVLayout.SINGLE
+
+    def __post_init__(self) -> None:
+        _check(self.policy in POLICIES, f"policy '{self.policy}' is not one of {', '.join(POLICIES)}")
+        _check(self.preemption in PREEMPTION, f"preemption '{self.preemption}' is not one of {', '.join(PREEMPTION)}")
+        _check(
+            self.async_scheduling in ASYNC_MODES,
+            f"async-scheduling '{self.async_scheduling}' is not one of {', '.join(ASYNC_MODES)}",
+        )
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "min_free_slots",
+            "min_coda_batch",
+            "r_max",
+            "block_size",
+        ):
+            _check(getattr(self, name) >= 1, f"{_option(name)} must be at least 1, not {getattr(self, name)}")
+        for name in ("min_free_slots", "min_coda_batch"):
+            value = getattr(self, name)
+            _check(value <= self.max_num_seqs, f"{_option(name)} {value} is above max-num-seqs {self.max_num_seqs}")
+        _check(0.0 <= self.kv_headroom < 1.0, f"kv-headroom must be in [0, 1), not {self.kv_headroom}")
+        _check(self.num_blocks >= 2, f"kv-blocks must be at least 2 (block 0 is a dummy), not {self.num_blocks}")
+        _check(self.max_model_len >= 2, f"max-model-len must be at least 2, not {self.max_model_len}")
+        _check(
+            bool(self.buckets) and list(self.buckets) == sorted(set(self.buckets)) and self.buckets[0] >= 1,
+            f"buckets {self.buckets} are not ascending row counts",
+        )
+        _check(
+            self.buckets[-1] >= self.max_num_seqs,
+            f"largest bucket {self.buckets[-1]} is below max-num-seqs {self.max_num_seqs}",
+        )
+
+    @classmethod
+    def resolve(cls, options: EngineConfig, info: EngineInfo) -> "SchedulerConfig":
+        """Applies the defaults of scheduling.md. Raises ConfigError on bad values and combinations."""
+        width = options.max_num_seqs
+        layout = KVLayout(info.kv_layout)
+        gate = info.default_gate
+        if gate.may_exit_early and not layout.allows_early_exit:
+            raise ConfigError(f"kv-layout {layout} cannot serve gate {gate.label}: early exits would leave holes")
+        coda_batch = 1 if info.boundary_layers == 0 else max(1, width // 4)
+        return cls(
+            policy=options.policy,
+            max_num_seqs=width,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            min_free_slots=max(1, width // 8) if options.min_free_slots is None else options.min_free_slots,
+            min_coda_batch=coda_batch if options.min_coda_batch is None else options.min_coda_batch,
+            r_max=info.r_max,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            buckets=tuple(info.buckets),
+            vocab_size=info.vocab_size,
+            kv_headroom=options.kv_headroom,
+            preemption=options.preemption,
+            async_scheduling=options.async_scheduling,
+            gates=tuple(info.gates),
+            kv_layout=layout,
+        )
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that sequences may hold."""
+        return self.num_blocks - 1
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return self.blocks_for(self.max_model_len)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold ``tokens`` positions."""
+        return -(-tokens // self.block_size)
+
+    @property
+    def max_stages_in_flight(self) -> int:
+        return 1 if self.async_scheduling == "off" else MAX_STAGES_IN_FLIGHT
+
+    @property
+    def max_cores_in_flight(self) -> int:
+        return 2 if self.async_scheduling == "lookahead" else 1
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

@@ -1,0 +1,79 @@
+"""Stages that are dispatched and not answered. The worker runs them in order, so this is a queue."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from depthbatch.common.frames import Int32Array, Stage
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.requests import Request
+from depthbatch.scheduler.rows import SlotArray
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """What is needed to make sense of a stage's result."""
+
+    step_id: int
+    stage: Stage
+    slots: SlotArray  # [rows]
+    dispatched_s: float
+    decides: bool = False  # its flags steer rows
+    blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
+    loops: Int32Array | None = None  # core with gates: loop of each row
+    epochs: SlotArray | None = None  # steps that decide: epoch of each row
+    requests: tuple[Request, ...] = ()  # one a sampled token
+    depths: tuple[int, ...] = ()  # exit depth of each sampled token
+
+
+class InFlight:
+    """How far the scheduler may run ahead (architecture, section 3; paper 4.3).
+
+    ``lookahead``: up to two core steps, everything in between rides along. The exits of a core step follow from the
+    flags of the step before it, so they are known once that one is answered: with two core steps in flight nothing
+    more is chosen. ``async``: nothing is chosen while a core step is in flight. ``off``: one stage at a time.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._steps: deque[InFlightStep] = deque()
+        self._max_stages = config.max_stages_in_flight
+        self._max_cores = config.max_cores_in_flight
+        self._cores = 0
+        self._blocking = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def full(self) -> bool:
+        """True when no stage may be chosen before the next result."""
+        return self._blocking > 0 or self._cores >= self._max_cores or len(self._steps) >= self._max_stages
+
+    def push(self, step: InFlightStep) -> None:
+        self._steps.append(step)
+        self._cores += step.stage is Stage.CORE
+        self._blocking += step.blocks_next
+
+    def pop(self, step_id: int) -> InFlightStep | None:
+        """The oldest step if it has this id; None for an id that is not in flight (a worker that is gone).
+
+        Raises ValueError when the worker skipped a step.
+        """
+        if not self._steps or step_id < self._steps[0].step_id:
+            return None
+        if step_id != self._steps[0].step_id:
+            raise ValueError(f"result of step {step_id} came before that of step {self._steps[0].step_id}")
+        step = self._steps.popleft()
+        self._cores -= step.stage is Stage.CORE
+        self._blocking -= step.blocks_next
+        return step
+
+    def steps_with(self, slot: int) -> int:
+        """Steps in flight that work on a slot."""
+        return sum(1 for step in self._steps if (step.slots == slot).any())
+
+    def oldest_dispatch_s(self) -> float | None:
+        return self._steps[0].dispatched_s if self._steps else None
+
+    def clear(self) -> None:
+        """Forgets everything: the worker that ran it is gone."""
+        self._steps.clear()
+        self._cores = self._blocking = 0

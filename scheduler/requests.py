@@ -1,0 +1,101 @@
+"""Requests and the queue of those that wait for prefill. Knows nothing of slots' device state or stages."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from depthbatch.common.frames import Int32Array
+from depthbatch.common.gates import Gate
+from depthbatch.common.messages import RequestParams
+
+
+class State(IntEnum):
+    """Where a request is."""
+
+    WAITING = 0  # for prefill, or for a second prefill after preemption
+    ACTIVE = 1  # holds a slot
+    DRAINING = 2  # its last token is dispatched, slot and blocks are given back
+    DONE = 3  # answered
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request from submit to its terminal event."""
+
+    request_id: int
+    prompt: Int32Array
+    params: RequestParams
+    gate: Gate  # the gate that is in force; the policy may have overridden the request's
+    limit: int  # output tokens at most, max_model_len respected
+    order: int  # smaller = served first: priority, then arrival
+    stop_ids: frozenset[int]
+    output: list[int] = field(default_factory=list)  # tokens known here
+    dispatched: int = 0  # output tokens whose sampling stage has been dispatched
+    computed: int = 0  # tokens of the running prefill that are dispatched
+    prefill_tokens: Int32Array | None = None  # while prefilling: prompt + output at admission
+    slot: int = 0
+    state: State = State.WAITING
+    epoch: int = 0  # bumped on preemption and recovery
+    preempted: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens a prefill of this request runs over."""
+        return self.prompt.size + len(self.output)
+
+    @property
+    def pending(self) -> int:
+        """Output tokens that are dispatched and not known yet."""
+        return self.dispatched - len(self.output)
+
+    def all_tokens(self) -> Int32Array:
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])
+
+
+class WaitingQueue:
+    """Priority first, then arrival; every operation is independent of how many wait."""
+
+    def __init__(self) -> None:
+        self._by_priority: dict[int, OrderedDict[int, Request]] = {}
+        self._priorities: list[int] = []  # descending
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, request: Request) -> None:
+        """To the tail of its priority."""
+        self._lane(request)[request.request_id] = request
+        self._size += 1
+
+    def push_front(self, request: Request) -> None:
+        """To the head of its priority: preempted requests keep their place."""
+        lane = self._lane(request)
+        lane[request.request_id] = request
+        lane.move_to_end(request.request_id, last=False)
+        self._size += 1
+
+    def head(self) -> Request | None:
+        if not self._size:
+            return None
+        return next(iter(self._by_priority[self._priorities[0]].values()))
+
+    def remove(self, request: Request) -> None:
+        priority = request.params.priority
+        lane = self._by_priority[priority]
+        del lane[request.request_id]
+        self._size -= 1
+        if not lane:
+            del self._by_priority[priority]
+            self._priorities.remove(priority)
+
+    def _lane(self, request: Request) -> OrderedDict[int, Request]:
+        priority = request.params.priority
+        lane = self._by_priority.get(priority)
+        if lane is None:
+            lane = self._by_priority[priority] = OrderedDict()
+            self._priorities = sorted(self._by_priority, reverse=True)
+        return lane

@@ -1,0 +1,160 @@
+"""Per-row state as struct-of-arrays, indexed by slot. A row's phase is its queue, so no row is ever in two.
+
+::
+
+    slot:        0 (dummy) | 1 | 2 | ... | W
+    phase        FREE -> PREFILLING -> DECODE -> READY -> EXITED -> DECODE ...
+                                       (Q_D)     (Q_R)    (Q_C)
+
+State advances when a stage is dispatched, not when its result arrives.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+from depthbatch.common.frames import Int32Array
+from depthbatch.common.gates import Gate
+from depthbatch.scheduler.requests import Request
+
+SlotArray = npt.NDArray[np.intp]
+
+
+class Phase(IntEnum):
+    """Which queue a row is in."""
+
+    FREE = 0
+    PREFILLING = 1
+    DECODE = 2  # Q_D, waits for prelude
+    READY = 3  # Q_R, ready for its next loop
+    EXITED = 4  # Q_C, waits for coda
+
+
+FREE, PREFILLING, DECODE, READY, EXITED = (int(phase) for phase in Phase)
+
+
+class RowState:
+    """Arrays [W + 1] and the queue sizes."""
+
+    def __init__(self, width: int, max_blocks_per_seq: int) -> None:
+        rows = width + 1
+        self.phase = np.zeros(rows, np.int8)
+        self.count = [width, 0, 0, 0, 0]  # rows by phase
+        self.position = np.zeros(rows, np.int32)  # of the token the row carries
+        self.loop = np.zeros(rows, np.int32)  # loops dispatched for that token
+        self.exit_loop = np.zeros(rows, np.int32)  # as far as known; max_loops until a gate fires
+        self.max_loops = np.zeros(rows, np.int32)
+        self.first_flag_loop = np.zeros(rows, np.int32)  # a flag before this loop does not count
+        self.delay = np.zeros(rows, np.int32)  # loops between flag and exit
+        self.last_position = np.zeros(rows, np.int32)  # the coda here samples the last token the limit allows
+        self.first_output = np.zeros(rows, np.int32)  # prompt length
+        self.order = np.zeros(rows, np.int64)
+        self.epoch = np.zeros(rows, np.int64)  # bumped for every token and owner: late flags of older ones are void
+        self.sampled = np.zeros(rows, np.bool_)  # temperature > 0
+        self.gated = np.zeros(rows, np.bool_)  # a core step returns a decision
+        self.own = np.zeros(rows, np.bool_)  # that decision is needed before the next stage
+        self.preloop = np.zeros(rows, np.bool_)  # prelude returns the depth
+        self.replayed = np.zeros(rows, np.bool_)
+        self.num_blocks = np.zeros(rows, np.int32)
+        self.table = np.zeros((rows, max_blocks_per_seq), np.int32)  # logical blocks
+        self.replay = np.zeros((rows, 0), np.uint8)  # depth by decode token, grown on demand
+        self.request: list[Request | None] = [None] * rows
+        self.active_with = {"sampled": 0, "gated": 0, "own": 0, "preloop": 0, "replayed": 0}
+
+    def in_phase(self, phase: int) -> SlotArray:
+        """Slots of a queue, ascending."""
+        return np.flatnonzero(self.phase == phase)
+
+    def move(self, slots: SlotArray, source: int, target: int) -> None:
+        """Rows change queue."""
+        self.phase[slots] = target
+        self.count[source] -= slots.size
+        self.count[target] += slots.size
+
+    def any_of(self, kind: str, slots: SlotArray) -> bool:
+        """True when some of the rows has the property; no numpy work when no active row has it."""
+        return self.active_with[kind] > 0 and bool(getattr(self, kind)[slots].any())
+
+    def admit(self, slot: int, request: Request, blocks: Int32Array) -> None:
+        """A request takes a slot and enters PREFILLING."""
+        params, gate = request.params, request.gate
+        self._set_phase(slot, PREFILLING)
+        self.request[slot] = request
+        self.order[slot] = request.order
+        self.max_loops[slot] = params.max_loops
+        self.delay[slot] = gate.delay
+        self.first_flag_loop[slot] = params.min_loops - gate.delay
+        self.first_output[slot] = request.prompt.size
+        self.last_position[slot] = request.prompt.size + request.limit - 2
+        self.num_blocks[slot] = blocks.size
+        self.table[slot, : blocks.size] = blocks
+        self._set_kinds(slot, request, +1)
+        if gate is Gate.REPLAY:
+            self._load_replay(slot, params.exit_depths, params.max_loops)
+
+    def release(self, slot: int) -> Int32Array:
+        """The row leaves; returns the blocks it held."""
+        request = self.request[slot]
+        assert request is not None
+        self._set_kinds(slot, request, -1)
+        self._set_phase(slot, FREE)
+        self.request[slot] = None
+        self.epoch[slot] += 1
+        blocks = self.table[slot, : self.num_blocks[slot]].copy()
+        self.num_blocks[slot] = 0
+        return blocks
+
+    def start_decode(self, slot: int, position: int) -> None:
+        """The prompt is prefilled; the row now carries the token at ``position``."""
+        self._set_phase(slot, DECODE)
+        self.position[slot] = position
+
+    def start_token(self, slots: SlotArray) -> None:
+        """Prelude: the token's loop count starts, its depth is set as far as it is known."""
+        self.loop[slots] = 0
+        self.epoch[slots] += 1
+        self.exit_loop[slots] = self.max_loops[slots]
+        if self.active_with["replayed"]:
+            rows = slots[self.replayed[slots]]
+            index = np.minimum(self.position[rows] - self.first_output[rows], self.replay.shape[1] - 1)
+            self.exit_loop[rows] = self.replay[rows, index]
+        self.move(slots, DECODE, READY)
+
+    def next_exits(self) -> int:
+        """Rows of Q_R that certainly exit at their next loop."""
+        ready = self.in_phase(READY)
+        return int(np.count_nonzero(self.loop[ready] + 1 >= self.exit_loop[ready]))
+
+    def youngest(self) -> int:
+        """The slot whose request is served last."""
+        active = np.flatnonzero(self.phase != FREE)
+        return int(active[np.argmax(self.order[active])])
+
+    def _set_phase(self, slot: int, target: int) -> None:
+        self.count[self.phase[slot]] -= 1
+        self.phase[slot] = target
+        self.count[target] += 1
+
+    def _set_kinds(self, slot: int, request: Request, sign: int) -> None:
+        gate = request.gate
+        holds = {
+            "sampled": request.params.temperature > 0,
+            "gated": gate.decides_on_device,
+            "own": gate is Gate.OWN,
+            "preloop": gate is Gate.PRELOOP,
+            "replayed": gate is Gate.REPLAY,
+        }
+        for kind, value in holds.items():
+            getattr(self, kind)[slot] = value and sign > 0
+            self.active_with[kind] += sign * value
+
+    def _load_replay(self, slot: int, depths: bytes, max_loops: int) -> None:
+        """The column after the last recorded depth stands for all missing ones."""
+        width = self.replay.shape[1]
+        if len(depths) + 1 > width:
+            wider = np.empty((self.replay.shape[0], max(len(depths) + 1, 2 * width)), np.uint8)
+            wider[:, :width] = self.replay
+            wider[:, width:] = self.max_loops[:, None]  # what is missing in a row is full depth
+            self.replay = wider
+        self.replay[slot, : len(depths)] = np.minimum(np.frombuffer(depths, np.uint8), max_loops)
+        self.replay[slot, len(depths) :] = max_loops

@@ -1,0 +1,141 @@
+"""What can never be served is refused at submit, with the numbers. Also builds the Request of what can."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from depthbatch.common.errors import RequestError
+from depthbatch.common.gates import Gate
+from depthbatch.common.messages import RequestParams, Submit
+from depthbatch.scheduler.config import MAX_PRIORITY, SchedulerConfig
+from depthbatch.scheduler.requests import Request
+
+
+def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arrival: int) -> Request:
+    """The request in its initial state. Raises RequestError naming the field that makes it impossible."""
+    params = submit.params
+    for check in _CHECKS:
+        check(submit, config)
+    prompt = np.frombuffer(submit.prompt, dtype="<i4").astype(np.int32)
+    generated = np.frombuffer(submit.generated, dtype="<i4").tolist()
+    _check_tokens(prompt, config, "prompt")
+    limit = min(params.max_tokens, config.max_model_len - prompt.size)
+    _check_fits(prompt.size, limit, config)
+    return Request(
+        request_id=submit.request_id,
+        prompt=prompt,
+        params=params,
+        gate=_gate_in_force(params, full_depth),
+        limit=limit,
+        order=(MAX_PRIORITY - params.priority) * (1 << 40) + arrival,
+        stop_ids=frozenset(params.stop_token_ids),
+        output=generated,
+        dispatched=len(generated),
+    )
+
+
+def _gate_in_force(params: RequestParams, full_depth: bool) -> Gate:
+    """Gates that cannot fire are not asked: a cumulative one with a threshold of 1, any under a full-depth policy."""
+    gate = params.gate
+    if full_depth and gate.may_exit_early:
+        return Gate.NONE
+    if gate in (Gate.OWN, Gate.DELAYED, Gate.LOOKAHEAD) and params.exit_threshold >= 1.0:
+        return Gate.NONE
+    return gate
+
+
+def _check_prompt(submit: Submit, config: SchedulerConfig) -> None:
+    for name, data in (("prompt", submit.prompt), ("generated", submit.generated)):
+        _require(len(data) % 4 == 0, name, f"{name} has {len(data)} bytes, not whole int32 tokens")
+    tokens = len(submit.prompt) // 4
+    _require(tokens > 0, "prompt", "prompt is empty")
+    _require(
+        tokens < config.max_model_len,
+        "prompt",
+        f"prompt has {tokens} tokens; with one output token that is above max-model-len {config.max_model_len}",
+    )
+
+
+def _check_limits(submit: Submit, config: SchedulerConfig) -> None:
+    params = submit.params
+    _require(params.max_tokens >= 1, "max_tokens", f"max_tokens must be at least 1, not {params.max_tokens}")
+    _require(
+        0 <= params.min_tokens <= params.max_tokens,
+        "min_tokens",
+        f"min_tokens must be in 0..max_tokens ({params.max_tokens}), not {params.min_tokens}",
+    )
+    _require(
+        abs(params.priority) < MAX_PRIORITY,
+        "priority",
+        f"priority must be within +-{MAX_PRIORITY - 1}, not {params.priority}",
+    )
+    _require(
+        math.isfinite(params.temperature) and params.temperature >= 0.0,
+        "temperature",
+        f"temperature must be finite and not negative, not {params.temperature}",
+    )
+    _require(-(1 << 63) <= params.seed < 1 << 64, "seed", f"seed must fit 64 bits, not {params.seed}")
+    _require(0 <= params.top_k < 1 << 31, "top_k", f"top_k must be in 0..2^31-1, not {params.top_k}")
+
+
+def _check_depth(submit: Submit, config: SchedulerConfig) -> None:
+    params = submit.params
+    _require(params.min_loops >= 1, "min_loops", f"min_loops must be at least 1, not {params.min_loops}")
+    _require(
+        params.max_loops <= config.r_max,
+        "max_loops",
+        f"max_loops {params.max_loops} is above the engine's {config.r_max} loops",
+    )
+    _require(
+        params.min_loops <= params.max_loops,
+        "min_loops",
+        f"min_loops {params.min_loops} is above max_loops {params.max_loops}",
+    )
+
+
+def _check_gate(submit: Submit, config: SchedulerConfig) -> None:
+    params = submit.params
+    label = params.gate.label
+    known = ", ".join(gate.label for gate in config.gates)
+    _require(params.gate in config.gates, "gate", f"gate {label} is not one of this engine's: {known}")
+    _require(math.isfinite(params.exit_threshold), "exit_threshold", "exit_threshold must be finite")
+    _require(
+        config.kv_layout.allows_early_exit or not params.gate.may_exit_early,
+        "gate",
+        f"gate {label} exits early, which KV layout {config.kv_layout} cannot serve",
+    )
+    _require(0 not in params.exit_depths, "exit_depths", "exit_depths holds a depth of 0")
+
+
+def _check_tokens(prompt: np.ndarray[tuple[int, ...], np.dtype[np.int32]], config: SchedulerConfig, name: str) -> None:
+    low, high = int(prompt.min()), int(prompt.max())
+    bad = low if low < 0 else high
+    _require(
+        low >= 0 and high < config.vocab_size,
+        name,
+        f"{name} holds token id {bad}, outside the vocabulary of {config.vocab_size}",
+    )
+
+
+def _check_fits(prompt_tokens: int, limit: int, config: SchedulerConfig) -> None:
+    """The last output token is never written to the cache."""
+    needed = config.blocks_for(prompt_tokens + limit - 1)
+    _require(
+        needed <= config.usable_blocks,
+        "max_tokens",
+        f"{prompt_tokens} prompt + {limit} output tokens need {needed} KV blocks of {config.block_size} tokens, "
+        f"the cache has {config.usable_blocks}",
+    )
+
+
+def _require(holds: bool, param: str, message: str) -> None:
+    if not holds:
+        raise RequestError(message, param)
+
+
+_CHECKS: tuple[Callable[[Submit, SchedulerConfig], None], ...] = (
+    _check_prompt,
+    _check_limits,
+    _check_depth,
+    _check_gate,
+)
