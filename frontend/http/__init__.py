@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server: validation, limits and response shapes over one AsyncEngine."""

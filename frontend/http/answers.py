@@ -1,0 +1,98 @@
+"""HTTP answers that notice when the client goes away. Knows ASGI; nothing of tokens."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+
+import msgspec
+from depthbatch.frontend.http.errors import as_api_error
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):
+    """The socket was closed before the answer was complete; nobody is left to tell."""
+
+
+def event(payload: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(payload) + b"\n\n"
+
+
+def json_answer(payload: object) -> Response:
+    return Response(_encode(payload), media_type="application/json")
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled, and waited for, when the client closes its socket (ClientGone)."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def answer(request: Request, work: Awaitable[object]) -> Response:
+    """A plain JSON answer."""
+    try:
+        return json_answer(await unless_gone(request.receive, work))
+    except ClientGone:
+        return Response(status_code=499)  # nobody reads it; the access log does
+
+
+class EventStream(Response):
+    """Server-sent events. The status is decided by the first event: an error before it is a plain JSON answer with
+    its real status, an error after it an ``error`` payload, then the end of the stream."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.events = events
+        self.status_code = 200
+        self.media_type = "text/event-stream"
+        self.background = None
+        self.body = b""
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await unless_gone(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with contextlib.aclosing(self.events) as events:
+            try:
+                async for chunk in events:
+                    if not started:
+                        started = True
+                        await self._start(send)
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except Exception as error:
+                failure = as_api_error(error)
+                if not started:
+                    await failure.response()(scope, receive, send)
+                    return
+                await send({"type": "http.response.body", "body": event(failure.body()), "more_body": True})
+        if not started:
+            await self._start(send)
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})

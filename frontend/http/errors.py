@@ -1,0 +1,106 @@
+"""Errors in OpenAI shape. Knows status codes and the ``{"error": {...}}`` body, not where errors come from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from depthbatch.common.errors import EngineDeadError, RequestError
+from depthbatch.common.logging import get_logger
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+log = get_logger("http")
+
+UNION_TAGS = ("str", "int", "float", "bool", "dict")  # what pydantic adds to a location for the arms of a union
+
+
+class ApiError(Exception):
+    """An answer that is not 2xx. ``param`` names the field at fault, ``code`` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object; also the payload of an SSE error event."""
+        kind = "invalid_request_error" if self.status < 500 and self.status != 401 else "server_error"
+        if self.status == 401:
+            kind = "authentication_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, dict(self.headers or {}))
+
+
+def bad_value(param: str, message: str) -> ApiError:
+    """400 for one field."""
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def overloaded(message: str, retry_after_s: int = 1) -> ApiError:
+    """503 that tells the client when to come back."""
+    return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Any exception of a request as its answer; unexpected ones are logged with their traceback and say nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param, code="invalid_value")
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
+    log.error("internal error", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first complaint of pydantic, with the field's name; unions complain once an arm, one is enough."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    where = [str(part) for part in first["loc"] if part not in ("body", "query")]
+    if not where:
+        return ApiError(400, "the body must be a JSON object (Content-Type: application/json)", code="invalid_json")
+    message = f"{where[0]}: {first['msg']}"
+    if len(where) > 1 and where[-1].isdigit() and "[" not in where[-2]:
+        message = f"{where[0]}[{where[-1]}]: {first['msg']}"
+    return ApiError(400, message, param=where[0], code="invalid_value")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Every error of the app leaves in OpenAI shape, those of the framework included."""
+
+    async def on_any(_: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _validation_error(error).response()
+
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"no such path: {request.url.path[:200]}"
+        elif error.status_code == 400:
+            message = "the body is not valid JSON"
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    for kind in (ApiError, RequestError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, on_any)

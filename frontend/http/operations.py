@@ -1,0 +1,123 @@
+"""Endpoints about the server: models, tokens, abort, health, readiness, metrics, version."""
+
+from typing import Any, Protocol
+
+from depthbatch import __version__
+from depthbatch.frontend.http.answers import json_answer
+from depthbatch.frontend.http.errors import bad_value
+from depthbatch.frontend.http.schemas import (
+    AbortAnswer,
+    AbortRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    HealthAnswer,
+    ModelCard,
+    ModelList,
+    ReadyAnswer,
+    TokenizeAnswer,
+    TokenizeRequest,
+    VersionAnswer,
+)
+from depthbatch.frontend.http.service import Service, documented
+from depthbatch.frontend.http.unsupported import check_extras
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.responses import Response
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Probe(Protocol):
+    """Health by progress and the joined metrics; never asks the engine, only reads what it has pushed."""
+
+    def health(self) -> HealthAnswer: ...
+    def metrics_text(self) -> bytes: ...
+
+
+def routes(service: Service, probe: Probe) -> APIRouter:
+    router = APIRouter()
+    _add_models(router, service)
+    _add_tokens(router, service)
+    _add_state(router, service, probe)
+    return router
+
+
+def _add_models(router: APIRouter, service: Service) -> None:
+    def card() -> dict[str, Any]:
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.started_s,
+            "owned_by": "depthbatch",
+            "max_model_len": service.engine.info.max_model_len,
+        }
+
+    @router.get("/v1/models", **documented(ModelList))
+    async def models() -> Response:
+        return json_answer({"object": "list", "data": [card()]})
+
+    @router.get("/v1/models/{model:path}", **documented(ModelCard))
+    async def model_card(model: str) -> Response:
+        service.check_model(model)
+        return json_answer(card())
+
+
+def _add_tokens(router: APIRouter, service: Service) -> None:
+    @router.post("/tokenize", **documented(TokenizeAnswer))
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.check_model(body.model)
+        check_extras(body.model_extra)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_value("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            ids = await service.texts.encode_chat(body.messages, body)
+        else:
+            assert body.prompt is not None
+            ids = await service.texts.encode(
+                body.prompt, body.add_special_tokens is not False, bool(body.parse_special_tokens)
+            )
+        answer = {"count": len(ids), "max_model_len": service.engine.info.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = await service.texts.token_strings(ids)
+        return json_answer(answer)
+
+    @router.post("/detokenize", **documented(DetokenizeAnswer))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        check_extras(body.model_extra)
+        for token_id in body.tokens:
+            if token_id >= service.engine.info.vocab_size:
+                raise bad_value(
+                    "tokens", f"{token_id} is not below the vocabulary size {service.engine.info.vocab_size}"
+                )
+        return json_answer({"prompt": await service.texts.decode(body.tokens)})
+
+    @router.get("/tokenizer_info", responses={404: {"description": "no tokenizer"}}, response_model=None)
+    async def tokenizer_info() -> Response:
+        return json_answer(await service.texts.describe())
+
+
+def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
+    @router.post("/abort", **documented(AbortAnswer))
+    async def abort(body: AbortRequest) -> Response:
+        ids = [body.request_id] if isinstance(body.request_id, str) else body.request_id
+        return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.registry.abort(name)]})
+
+    @router.get("/health", response_model=None, responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})
+    async def health() -> Response:
+        answer = probe.health()
+        return JSONResponse(answer.model_dump(), 200 if answer.status == "ok" else 503)
+
+    @router.get("/ready", response_model=None, responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
+    async def ready() -> Response:
+        status = "draining" if service.admission.draining else probe.health().status
+        headers = {} if status == "ok" else {"Retry-After": "5"}
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503, headers)
+
+    @router.get("/metrics", response_class=PlainTextResponse, response_model=None)
+    async def metrics() -> Response:
+        return Response(probe.metrics_text(), media_type=METRICS_TYPE)
+
+    @router.get("/version", response_model=None, responses={200: {"model": VersionAnswer}})
+    async def version() -> Response:
+        return json_answer({"version": __version__})

@@ -1,0 +1,236 @@
+"""Request and response bodies: types, ranges and documentation of every field. Knows nothing of the engine."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_N = 128
+MAX_PROMPTS = 1024
+INT32_MAX = 2**31 - 1
+
+
+def _encodable(text: str) -> str:
+    """JSON can spell half a surrogate pair; no tokenizer and no UTF-8 answer can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("text holds an unpaired surrogate") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Loops = Annotated[int, Field(ge=1, le=255)]
+Prompt = (
+    Text
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
+class Body(BaseModel):
+    """Strict types: "1" is no number and true no integer. Fields nobody knows are kept, to be warned about."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="a last chunk carries the usage of the whole request")
+
+
+class GenerationFields(Body):
+    """What completions and chat completions share."""
+
+    model: str | None = Field(None, description="name of the served model, as /v1/models lists it")
+    n: int | None = Field(None, ge=1, le=MAX_N, description="choices a prompt; choice i draws with seed + i")
+    stream: bool | None = Field(None, description="answer with server-sent events")
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX, description="0 and -1: off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="best effort: same seed, same tokens")
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    ignore_eos: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX, description="lower runs first")
+    timeout_s: float | None = Field(None, gt=0, le=86400, description="limit for waiting and running together")
+    gate: str | None = Field(None, pattern=r"^[a-z]{1,32}$", description="exit gate of this request")
+    exit_threshold: float | None = Field(None, ge=0, description="threshold of the gate")
+    min_loops: Loops | None = Field(None, description="fewest loops a decoded token runs")
+    max_loops: Loops | None = Field(None, description="most loops a decoded token runs")
+    num_loops: Loops | None = Field(None, description="fixed depth: every decoded token runs this many loops")
+    return_exit_depths: bool | None = Field(None, description="each choice carries one depth a token")
+    return_token_ids: bool | None = Field(None, description="each choice carries its token ids")
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="name for /abort; need not be unique")
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Prompt = Field(description="text, token ids, or a list of either")
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="default 16")
+    echo: bool | None = Field(None, description="the text starts with the prompt")
+    add_special_tokens: bool | None = Field(None, description="let the tokenizer add its own (default true)")
+    parse_special_tokens: bool | None = Field(
+        None, description="special tokens typed in the prompt act as such (default: they are plain text)"
+    )
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    role: str = Field(pattern=r"^[a-z_]{1,32}$")  # goes into the template as it is: no room for control tokens
+    content: Text | list[TextPart]
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+
+
+class TemplateFields(Body):
+    """What a client may say about the model's own chat template; never a template of its own."""
+
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="values from the server's allow-list")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(GenerationFields, TemplateFields):
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="default: what the context leaves")
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+
+
+class TokenizeRequest(TemplateFields):
+    """Either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId] = Field(max_length=1 << 20)
+
+
+class AbortRequest(Body):
+    request_id: str | Annotated[list[str], Field(max_length=4096)]
+
+
+# --- answers; documentation and the contract that tests hold them to
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorDetail
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    mean_exit_depth: float | None = Field(description="loops / completion_tokens")
+    loops: int = Field(description="core steps spent on the output tokens")
+
+
+class Choice(BaseModel):
+    index: int
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: None = None
+    exit_depths: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(Choice):
+    text: str
+
+
+class CompletionAnswer(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+
+
+class ChatAnswer(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class AbortAnswer(BaseModel):
+    aborted: list[str]
+
+
+class ProcessHealth(BaseModel):
+    pid: int | None
+    state: str
+    steps: int
+    last_step_age_s: float
+    restarts: int
+
+
+class HealthAnswer(BaseModel):
+    status: str
+    processes: dict[str, ProcessHealth]
+
+
+class ReadyAnswer(BaseModel):
+    status: str
+
+
+class VersionAnswer(BaseModel):
+    version: str

@@ -1,0 +1,199 @@
+"""uvicorn around the application: the socket, bounded request heads, SIGTERM that drains. Knows no routes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import httptools
+import uvicorn
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.logging import get_logger
+from depthbatch.frontend.http.errors import ApiError
+from depthbatch.frontend.http.service import Service
+from depthbatch.frontend.http.settings import HttpConfig
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+log = get_logger("http")
+
+BACKLOG = 4096
+ABORT_GRACE_S = 3.0  # from the abort of everything to the end of the last answer
+
+
+def bind(config: HttpConfig) -> socket.socket:
+    """The listening socket; raises ConfigError at once when the port is taken. Done before any model is loaded."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {config.host}: {error.strerror}") from None
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {os.strerror(error.errno or 0)}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """``http://host:port``, reachable from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
+    """uvicorn's httptools protocol with a limit on the request head, and disconnects told to pipelined requests too."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _head_bytes = 0
+        _in_head = True
+        _active: RequestResponseCycle | None = None
+
+        def on_message_begin(self) -> None:
+            self._head_bytes = 0
+            self._in_head = True
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(len(name) + len(value))
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_head = True
+            self._head_bytes = 0
+            super().on_message_complete()
+
+        def data_received(self, data: bytes) -> None:
+            was_in_head, before = self._in_head, self._head_bytes
+            super().data_received(data)
+            if was_in_head and self._in_head and self._head_bytes == before and not self.transport.is_closing():
+                self._head_bytes += len(data)  # one long header is not told until it is complete
+                if self._head_bytes > max_header_bytes:
+                    self.send_400_response("Request head too large.")
+
+        def send_400_response(self, msg: str) -> None:
+            if self._head_bytes <= max_header_bytes:
+                super().send_400_response(msg)
+                return
+            body = ApiError(431, f"the request head is larger than {max_header_bytes} bytes").response().body
+            head = f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
+            self.transport.close()
+
+        def _count(self, size: int) -> None:
+            self._head_bytes += size
+            if self._head_bytes > max_header_bytes:
+                raise httptools.HttpParserError("request head too large")
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: object) -> None:
+            self._active = cycle
+            super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._active is not None and not self._active.response_complete:
+                self._active.disconnected = True
+                self._active.message_event.set()
+            super().connection_lost(exc)
+
+    return BoundedProtocol
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them."""
+
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=bounded_protocol(config.max_header_bytes),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=int(ABORT_GRACE_S),
+            )
+        )
+        self._service = service
+        self._signals = 0
+        self._drain_task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours instead of uvicorn's, which would stop listening at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # embedded: whoever owns the process owns its signals
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def on_signal(self) -> None:
+        """First: drain. Second: abort what runs. Third: leave."""
+        self._signals += 1
+        if self._signals == 1:
+            self._service.admission.drain()
+            self._drain_task = asyncio.create_task(self._drain())
+        elif self._signals == 2:
+            log.warning("second signal: aborting %d sequences", self._service.admission.in_flight)
+            self._abort_task = asyncio.create_task(self._abort())
+        else:
+            self.force_exit = self.should_exit = True
+
+    async def _drain(self) -> None:
+        admission = self._service.admission
+        log.info("draining %d sequences, at most %g s", admission.in_flight, self._service.config.drain_s)
+        try:
+            async with asyncio.timeout(self._service.config.drain_s):
+                await admission.idle.wait()
+        except TimeoutError:
+            log.warning("drain deadline: aborting %d sequences", admission.in_flight)
+            await self._abort()
+        self.should_exit = True
+
+    async def _abort(self) -> None:
+        await self._service.registry.abort_all()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_GRACE_S):
+                await self._service.admission.idle.wait()
+        self.should_exit = True
+
+
+async def serve(server: Server, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Runs until drained; ``on_ready`` gets the address once requests are answered."""
+
+    async def announce() -> None:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        on_ready(url_of(listener))
+
+    announcing = asyncio.create_task(announce())
+    try:
+        await server.serve([listener])
+    finally:
+        announcing.cancel()

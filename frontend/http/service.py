@@ -1,0 +1,163 @@
+"""What every endpoint shares: the engine with its edge, and the pieces that answers are made of."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from depthbatch.frontend.http.admission import Admission
+from depthbatch.frontend.http.contract import Engine
+from depthbatch.frontend.http.errors import ApiError, bad_value
+from depthbatch.frontend.http.generation import Generation, Job, Piece, Registry
+from depthbatch.frontend.http.schemas import ChatRequest, CompletionRequest, ErrorAnswer, GenerationFields
+from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.http.texts import Texts
+from depthbatch.frontend.http.unsupported import check_extras
+from depthbatch.frontend.metrics import FrontendMetrics
+from depthbatch.frontend.params import SamplingParams
+from pydantic import BaseModel
+
+GenerationRequest = CompletionRequest | ChatRequest
+
+# body fields that go to the engine under their own name when the client sets them
+ENGINE_FIELDS = (
+    "temperature", "top_p", "min_p", "stop_token_ids", "min_tokens", "ignore_eos", "priority",
+    "gate", "exit_threshold", "min_loops", "max_loops", "num_loops",
+)  # fmt: skip
+
+
+class Head(NamedTuple):
+    """What all events of one answer share."""
+
+    id: str
+    request_id: str  # the client's name for it: what /abort takes
+    created: int
+    model: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+@dataclass
+class ChoiceSoFar:
+    """What a plain answer gathers of one choice, apart from its text."""
+
+    index: int
+    with_depths: bool
+    with_tokens: bool
+    exit_depths: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.exit_depths += piece.exit_depths
+        self.token_ids += piece.token_ids
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+    def fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "index": self.index,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "logprobs": None,
+        }
+        if self.with_depths:
+            fields["exit_depths"] = self.exit_depths
+        if self.with_tokens:
+            fields["token_ids"] = self.token_ids
+        return fields
+
+
+class Service:
+    """The engine, its texts and its edge, handed to every router."""
+
+    def __init__(self, engine: Engine, texts: Texts, config: HttpConfig, model_name: str) -> None:
+        self.engine = engine
+        self.texts = texts
+        self.config = config
+        self.model_name = model_name
+        self.started_s = int(time.time())
+        self.metrics = FrontendMetrics(engine.info.r_max)
+        self.admission = Admission(config.max_requests, self.metrics)
+        self.registry = Registry(engine)
+        self._generation = Generation(engine, self.admission, self.registry, self.metrics)
+
+    def check(self, body: GenerationFields) -> None:
+        """Refuses what can be refused without tokens. Raises ApiError."""
+        self.check_model(body.model)
+        check_extras(body.model_extra)
+        if (body.n or 1) > self.config.max_n:
+            raise bad_value("n", f"{body.n} is more than this server's limit of {self.config.max_n}")
+        if body.stream_options is not None and not body.stream:
+            raise bad_value("stream_options", "only with stream")
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
+
+    def head(self, kind: str, client_id: str | None) -> Head:
+        request_id = client_id or f"{kind}-{uuid.uuid4().hex}"
+        return Head(request_id, request_id, int(time.time()), self.model_name)
+
+    def include_usage(self, body: GenerationFields) -> bool:
+        return bool(body.stream_options and body.stream_options.include_usage)
+
+    def jobs(self, body: GenerationRequest, prompt_ids: list[int], max_tokens: int, first_index: int) -> list[Job]:
+        """One job a choice of one prompt. Raises ApiError or RequestError (400)."""
+        info = self.engine.info
+        for token_id in prompt_ids:
+            if token_id >= info.vocab_size:
+                raise bad_value("prompt", f"token id {token_id}; the vocabulary has {info.vocab_size}")
+        length = len(prompt_ids) + max_tokens
+        if length > info.max_model_len:
+            raise ApiError(
+                400,
+                f"max_tokens: {len(prompt_ids)} prompt tokens and {max_tokens} new ones; this model takes "
+                f"{info.max_model_len} together",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        fields = self._engine_fields(body, max_tokens)
+        jobs = []
+        for choice in range(body.n or 1):
+            if body.seed is not None:
+                fields["seed"] = (body.seed + choice) % 2**63
+            jobs.append(Job(first_index + choice, prompt_ids, SamplingParams(**fields)))
+        return jobs
+
+    def _engine_fields(self, body: GenerationRequest, max_tokens: int) -> dict[str, Any]:
+        fields = {name: value for name in ENGINE_FIELDS if (value := getattr(body, name)) is not None}
+        fields.setdefault("temperature", 1.0)
+        fields["max_tokens"] = max_tokens
+        fields["top_k"] = max(body.top_k or 0, 0)
+        if body.stop:
+            fields["stop"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
+        return fields
+
+    def run(self, jobs: list[Job], body: GenerationRequest, client_id: str) -> AsyncGenerator[Piece, None]:
+        timeout_s = body.timeout_s if body.timeout_s is not None else self.config.default_timeout_s
+        return self._generation.run(jobs, client_id, timeout_s)
+
+    def choice(self, body: GenerationRequest, job: Job) -> ChoiceSoFar:
+        return ChoiceSoFar(job.index, bool(body.return_exit_depths), self._wants_tokens(body))
+
+    def news(self, body: GenerationRequest, piece: Piece) -> dict[str, Any]:
+        """One event's choice, apart from its text."""
+        so_far = ChoiceSoFar(piece.choice, bool(body.return_exit_depths), self._wants_tokens(body))
+        so_far.add(piece)
+        return so_far.fields()
+
+    def _wants_tokens(self, body: GenerationRequest) -> bool:
+        return bool(body.return_token_ids) or not self.texts.has_tokenizer
+
+
+def documented(answer: type[BaseModel], *, generates: bool = False) -> dict[str, Any]:
+    """Route arguments: the answer's shape for the OpenAPI document, and the errors it may have."""
+    statuses = [400, 401, 404, 413, 431, *((500, 503, 504) if generates else ())]
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": answer}}
+    responses |= {status: {"model": ErrorAnswer} for status in statuses}
+    if generates:
+        responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {"responses": responses, "response_model": None}

@@ -1,0 +1,86 @@
+"""Text to tokens and back, off the event loop: one thread does it all, so a long prompt delays no running stream."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from depthbatch.frontend.http.errors import ApiError, bad_value
+from depthbatch.frontend.http.schemas import Message, TemplateFields
+from depthbatch.frontend.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Texts:
+    """The served model's tokenizer, or the lack of one. Raises ApiError (400) where a tokenizer is needed."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template_names: frozenset[str]) -> None:
+        self._tokenizer = tokenizer
+        self._template_names = template_names
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt; special tokens in it are text unless ``parse_special_tokens``."""
+        tokenizer = self._needed("prompt")
+        return await self._run(tokenizer.encode, text, add_special_tokens, parse_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Message], fields: TemplateFields) -> list[int]:
+        """Token ids of a conversation in the model's own template; what messages say never acts as a control token."""
+        tokenizer = self._needed("messages")
+        kwargs = self._template_kwargs(fields)
+        plain = [_plain(message) for message in messages]
+        return await self._run(lambda: tokenizer.encode_chat(plain, **kwargs))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        return await self._run(self._needed("tokens").decode, token_ids)
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        tokenizer = self._needed("return_token_strs")
+        return await self._run(lambda: [tokenizer.token_text(token_id) for token_id in token_ids])
+
+    async def describe(self) -> dict[str, Any]:
+        """What /tokenizer_info says."""
+        if self._tokenizer is None:
+            raise ApiError(404, "this model has no tokenizer", code="no_tokenizer")
+        return {
+            "vocab_size": self._tokenizer.vocab_size,
+            "eos_token_id": self._tokenizer.eos_token_id,
+            "has_chat_template": self._tokenizer.has_chat_template,
+        }
+
+    def _template_kwargs(self, fields: TemplateFields) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {}
+        for name, value in (fields.chat_template_kwargs or {}).items():
+            if name not in self._template_names:
+                raise bad_value("chat_template_kwargs", f"{name[:64]!r} is not on this server's list")
+            if value is not None and not isinstance(value, bool | int):
+                raise bad_value("chat_template_kwargs", f"{name!r} must be true, false or a whole number")
+            kwargs[name] = value
+        if fields.continue_final_message and fields.add_generation_prompt:
+            raise bad_value("continue_final_message", "not together with add_generation_prompt")
+        if fields.continue_final_message:
+            return {**kwargs, "continue_final_message": True, "add_generation_prompt": False}
+        return {**kwargs, "add_generation_prompt": fields.add_generation_prompt is not False}
+
+    def _needed(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise bad_value(param, "this model has no tokenizer; send token ids to /v1/completions")
+        return self._tokenizer
+
+    async def _run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": content, **named}
