@@ -1,1 +1,1 @@
-"""Attention backends behind one interface."""
+"""Attention backends over the paged KV cache."""

@@ -1,0 +1,176 @@
+"""The CPU backend: one C call a layer appends, rotates and attends, reading the cache where it lies.
+
+Argument structures are built once a layer and once a set of rows, so that a call costs a few microseconds of Python.
+Knows nothing of what the kernels do inside; same cache layout as the oracle (sdpa.py).
+"""
+
+import ctypes
+
+import torch
+from depthbatch.common.errors import ConfigError
+from depthbatch.worker.attention.interface import (
+    AttentionBackend,
+    CacheGeometry,
+    DecodeRows,
+    PrefillRows,
+    Rotation,
+)
+from depthbatch.worker.attention.sdpa import allocate_caches
+from depthbatch.worker.kernels.library import CallArgs, Kernels, LayerArgs, RowArgs
+from torch import Tensor
+
+ROPE_NONE, ROPE_SPLIT_HALF, ROPE_INTERLEAVED = range(3)  # attention.h
+
+
+class CpuAttention(AttentionBackend):
+    """K and V of layer l: [num_blocks * planes[l], Hkv, block_size, Dh].
+
+    Raises ConfigError when the kernels cannot take the geometry.
+    """
+
+    def __init__(self, geometry: CacheGeometry, kernels: Kernels) -> None:
+        super().__init__(geometry)
+        if (problem := unsupported(geometry)) is not None:
+            raise ConfigError(problem)
+        self.k_cache, self.v_cache = allocate_caches(geometry), allocate_caches(geometry)
+        self._attend = kernels.by_type[geometry.dtype].attend
+        self._copy_planes = kernels.copy_planes
+        self._layers = (LayerArgs * len(geometry.planes))(
+            *map(self._layer_args, geometry.planes, self.k_cache, self.v_cache)
+        )
+        self._layer_addresses = [
+            ctypes.addressof(self._layers) + i * ctypes.sizeof(LayerArgs) for i in range(len(geometry.planes))
+        ]
+        looped = [i for i, planes in enumerate(geometry.planes) if planes > 1]
+        self._looped_layers = (LayerArgs * len(looped))(*(self._layers[i] for i in looped))
+        self._call = CallArgs()
+        self._call_address = ctypes.addressof(self._call)
+        self._row_args = RowArgs()
+        self._row_address = ctypes.addressof(self._row_args)
+        self._bound_rows: DecodeRows | PrefillRows | None = None  # the rows that _row_args describes
+
+    def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: DecodeRows) -> Tensor:
+        """See the interface. Rows of equal slot (padding) may overwrite each other's K/V."""
+        self._bind_decode(rows)
+        return self._attend_heads(layer, q, k, v)
+
+    def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: PrefillRows) -> Tensor:
+        """See the interface."""
+        self._bind_prefill(rows)
+        return self._attend_heads(layer, q, k, v)
+
+    def decode_qkv(
+        self, layer: int, qkv: Tensor, rotation: Rotation, rows: DecodeRows, qk_bias: Tensor | None = None
+    ) -> Tensor:
+        """See the interface; rotated while it is appended, without an intermediate tensor."""
+        self._bind_decode(rows)
+        return self._attend_projected(layer, qkv, rotation, qk_bias)
+
+    def prefill_qkv(
+        self, layer: int, qkv: Tensor, rotation: Rotation, rows: PrefillRows, qk_bias: Tensor | None = None
+    ) -> Tensor:
+        """See the interface."""
+        self._bind_prefill(rows)
+        return self._attend_projected(layer, qkv, rotation, qk_bias)
+
+    def copy_planes(
+        self, slots: Tensor, positions: Tensor, source: Tensor, first: Tensor, end: Tensor, block_tables: Tensor
+    ) -> None:
+        """See the interface."""
+        rows = RowArgs(
+            slots=slots.data_ptr(),
+            positions=positions.data_ptr(),
+            block_tables=block_tables.data_ptr(),
+            table_stride=block_tables.stride(0),
+            num_rows=slots.shape[0],
+        )
+        self._copy_planes(
+            ctypes.addressof(self._looped_layers),
+            len(self._looped_layers),
+            ctypes.addressof(rows),
+            source.data_ptr(),
+            first.data_ptr(),
+            end.data_ptr(),
+            self.geometry.dtype.itemsize,
+        )
+
+    def _layer_args(self, planes: int, k_cache: Tensor, v_cache: Tensor) -> LayerArgs:
+        g = self.geometry
+        return LayerArgs(
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            planes=planes,
+            num_heads=g.num_heads,
+            num_kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            block_size=g.block_size,
+            scale=g.head_dim**-0.5,
+        )
+
+    def _bind_decode(self, rows: DecodeRows) -> None:
+        """Describes ``rows`` to the kernels; keeping them alive makes identity a sound test for 'the same rows'."""
+        if rows is self._bound_rows:
+            return
+        args = self._row_args
+        args.slots, args.positions = rows.slots.data_ptr(), rows.positions.data_ptr()
+        args.planes, args.plane = rows.planes.data_ptr(), 0
+        args.block_tables, args.table_stride = rows.block_tables.data_ptr(), rows.block_tables.stride(0)
+        args.num_rows, args.rows_share_slots = rows.slots.shape[0], 0
+        self._bound_rows = rows
+
+    def _bind_prefill(self, rows: PrefillRows) -> None:
+        if rows is self._bound_rows:
+            return
+        args = self._row_args
+        args.slots, args.positions = rows.token_slots.data_ptr(), rows.positions.data_ptr()
+        args.planes, args.plane = None, rows.plane
+        args.block_tables, args.table_stride = rows.block_tables.data_ptr(), rows.block_tables.stride(0)
+        args.num_rows, args.rows_share_slots = rows.token_slots.shape[0], 1
+        self._bound_rows = rows
+
+    def _attend_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = _heads_together(q), _heads_together(k), _heads_together(v)
+        call = self._call
+        call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        call.cos = call.sin = call.q_bias = call.k_bias = None
+        call.rope = ROPE_NONE
+        return self._run(layer, q)
+
+    def _attend_projected(self, layer: int, qkv: Tensor, rotation: Rotation, qk_bias: Tensor | None) -> Tensor:
+        g, call = self.geometry, self._call
+        qkv = qkv.contiguous()
+        size, start = g.head_dim * qkv.element_size(), qkv.data_ptr()
+        call.q, call.k = start, start + g.num_heads * size
+        call.v = start + (g.num_heads + g.num_kv_heads) * size
+        call.q_stride = call.k_stride = call.v_stride = qkv.shape[-1]
+        call.cos, call.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+        call.rope = ROPE_INTERLEAVED if rotation.interleaved else ROPE_SPLIT_HALF
+        call.q_bias = call.k_bias = None
+        if qk_bias is not None:
+            call.q_bias, call.k_bias = qk_bias.data_ptr(), qk_bias.data_ptr() + g.num_heads * size
+        return self._run(layer, qkv)
+
+    def _run(self, layer: int, like: Tensor) -> Tensor:
+        if like.dtype is not self.geometry.dtype:
+            raise TypeError(f"queries are {like.dtype}, the cache is {self.geometry.dtype}")
+        out = like.new_empty((like.shape[0], self.geometry.num_heads * self.geometry.head_dim))
+        self._call.out = out.data_ptr()
+        self._attend(self._layer_addresses[layer], self._row_address, self._call_address)
+        return out
+
+
+def unsupported(geometry: CacheGeometry) -> str | None:
+    """Why the C kernels cannot serve this geometry, or None."""
+    if geometry.device.type != "cpu":
+        return f"the C attention kernels run on the cpu, not on {geometry.device}"
+    if geometry.dtype not in (torch.float32, torch.bfloat16):
+        return f"the C attention kernels take float32 and bfloat16, not {geometry.dtype}"
+    if geometry.head_dim % 8:
+        return f"the C attention kernels need a head_dim that is a multiple of 8, not {geometry.head_dim}"
+    return None
+
+
+def _heads_together(x: Tensor) -> Tensor:
+    """x [N, H, Dh] with the heads of a row contiguous; rows may be apart, as in a slice of a qkv projection."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,109 @@
+"""The oracle backend: gathers each row's context and calls torch's scaled_dot_product_attention.
+
+Runs on any device and type, fake tensors included: shapes depend on host values only (off the CPU the whole block
+table is gathered). Slow by design; every faster backend is tested against it.
+"""
+
+import torch
+import torch.nn.functional as F
+from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
+from torch import Tensor
+
+
+class SdpaAttention(AttentionBackend):
+    """K and V of layer l: [num_blocks * planes[l], Hkv, block_size, Dh]."""
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        super().__init__(geometry)
+        self.k_cache, self.v_cache = allocate_caches(geometry), allocate_caches(geometry)
+
+    def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: DecodeRows) -> Tensor:
+        """See the interface; the mask is the only thing that differs between rows of unequal length."""
+        positions = rows.positions.long()
+        tables = rows.block_tables.index_select(0, rows.slots)  # [B, max_blocks]
+        self._append(layer, k, v, tables, positions, rows.planes)
+        if q.device.type == "cpu":
+            tables = tables[:, : int(positions.max()) // self.geometry.block_size + 1]
+        keys, values = (
+            self._gather(cache[layer], layer, tables, rows.planes) for cache in (self.k_cache, self.v_cache)
+        )
+        visible = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]  # [B, T]
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(2), keys, values, attn_mask=visible[:, None, None], enable_gqa=self._grouped
+        )
+        return out.reshape(q.shape[0], -1)
+
+    def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: PrefillRows) -> Tensor:
+        """See the interface; one sequence after the other."""
+        token_tables = rows.block_tables.index_select(0, rows.token_slots)  # [N, max_blocks]
+        planes = torch.full_like(rows.token_slots, rows.plane)
+        self._append(layer, k, v, token_tables, rows.positions.long(), planes)
+        sequence_tables = rows.block_tables.index_select(0, rows.slots)
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        begin = 0
+        for index, (start, length) in enumerate(zip(rows.starts_host, rows.lengths_host, strict=True)):
+            blocks = -(-(start + length) // self.geometry.block_size)
+            table, plane = sequence_tables[index : index + 1, :blocks], planes[:1]
+            keys, values = (
+                self._gather(cache[layer], layer, table, plane)[:, :, : start + length]
+                for cache in (self.k_cache, self.v_cache)
+            )
+            mask = torch.ones(length, start + length, dtype=torch.bool, device=q.device).tril(start)
+            query = q[begin : begin + length].transpose(0, 1).unsqueeze(0)  # [1, H, L, Dh]
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=self._grouped)
+            out[begin : begin + length] = attended[0].transpose(0, 1).reshape(length, -1)
+            begin += length
+        return out
+
+    def copy_planes(
+        self, slots: Tensor, positions: Tensor, source: Tensor, first: Tensor, end: Tensor, block_tables: Tensor
+    ) -> None:
+        """See the interface; rows with nothing to do write to the dummy block."""
+        positions = positions.long()
+        offsets = positions % self.geometry.block_size
+        blocks = self._logical_blocks(block_tables.index_select(0, slots), positions)
+        for layer, planes in enumerate(self.geometry.planes):
+            if planes == 1:
+                continue
+            for cache in (self.k_cache[layer], self.v_cache[layer]):
+                copied = cache[blocks * planes + source, :, offsets]
+                for plane in range(planes):
+                    wanted = (first <= plane) & (plane < end)
+                    cache[torch.where(wanted, blocks * planes + plane, 0), :, offsets] = copied
+
+    @property
+    def _grouped(self) -> bool:
+        return self.geometry.num_heads != self.geometry.num_kv_heads
+
+    def _logical_blocks(self, tables: Tensor, positions: Tensor) -> Tensor:
+        """Block of each position; tables [N, max_blocks], positions int64 [N] -> int64 [N]."""
+        return tables.gather(1, (positions // self.geometry.block_size)[:, None])[:, 0].long()
+
+    def _append(self, layer: int, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, planes: Tensor) -> None:
+        blocks = self._logical_blocks(tables, positions)
+        num_planes = self.geometry.planes[layer]
+        physical = blocks * num_planes + (planes if num_planes > 1 else 0)
+        offsets = positions % self.geometry.block_size
+        self.k_cache[layer][physical, :, offsets] = k
+        self.v_cache[layer][physical, :, offsets] = v
+
+    def _gather(self, cache: Tensor, layer: int, tables: Tensor, planes: Tensor) -> Tensor:
+        """Context of every row, tables [B, blocks] -> [B, Hkv, blocks * block_size, Dh]."""
+        num_planes = self.geometry.planes[layer]
+        physical = tables * num_planes + (planes[:, None] if num_planes > 1 else 0)
+        taken = cache.index_select(0, physical.flatten()).view(
+            *tables.shape, *cache.shape[1:]
+        )  # [B, blocks, Hkv, bs, Dh]
+        return taken.transpose(1, 2).flatten(2, 3)
+
+
+def allocate_caches(geometry: CacheGeometry) -> list[Tensor]:
+    """One zeroed [num_blocks * planes, Hkv, block_size, Dh] a layer; zeros, since masked scores times NaN are NaN."""
+    return [
+        torch.zeros(
+            (geometry.num_blocks * planes, geometry.num_kv_heads, geometry.block_size, geometry.head_dim),
+            dtype=geometry.dtype,
+            device=geometry.device,
+        )
+        for planes in geometry.planes
+    ]
