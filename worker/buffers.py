@@ -3,24 +3,9 @@
 One set a (stage, bucket), so that a captured graph can own it. Knows the shapes of frames, not what stages do.
 """
 
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_POSITION, ROW_SLOT, Int32Array
 from torch import Tensor
-
-
-class StageOutput(NamedTuple):
-    """What the host gets of a stage."""
-
-    token_ids: Int32Array  # one a sampled sequence, in batch order; empty unless prefill or coda
-    flags: npt.NDArray[np.uint8]  # one a row; empty unless a core step with gates
-
-
-NO_TOKENS = np.empty(0, np.int32)
-NO_FLAGS = np.empty(0, np.uint8)
 
 
 class DecodeBuffers:

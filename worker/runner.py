@@ -1,54 +1,19 @@
 """Runs stages in the order they are sent, on any device, and gives the host what it needs of each.
 
-Launching and reading are apart, so that a device that computes asynchronously can have several stages in flight.
 Knows the stages and their frames; knows nothing of sockets, requests or policy.
 """
 
 import time
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, split_prefill_frame
 from depthbatch.common.messages import StageBatch, Variant
-from depthbatch.worker.buffers import NO_FLAGS, NO_TOKENS, DecodeBuffers, StageOutput
+from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageLimits, check_stage
+from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
 from depthbatch.worker.stages import Sampler, Stages
-
-EMPTY_FRAME = np.empty(0, np.int32)
-
-
-class StageDone(NamedTuple):
-    """A finished stage. Times are seconds on the worker's clock."""
-
-    step_id: int
-    start_s: float
-    end_s: float
-    output: StageOutput
-
-
-class InFlight(NamedTuple):
-    """A stage that was launched. ``ready_s`` is when reading it will not wait; 0 = now."""
-
-    step_id: int
-    start_s: float
-    ready_s: float
-    output: StageOutput
-
-
-class StageRunner(Protocol):
-    """What the worker process needs of a device."""
-
-    limits: StageLimits
-
-    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> InFlight:
-        """Starts a stage. Raises StageError when it does not fit this worker."""
-        ...
-
-    def read(self, stage: InFlight) -> StageDone:
-        """Waits for a launched stage; stages are read in the order they were launched."""
-        ...
 
 
 class Runner:
@@ -114,6 +79,6 @@ class Runner:
             if gates:
                 return StageOutput(NO_TOKENS, buffers.flags[:rows].cpu().numpy().copy())
         else:
-            self.stages.coda(buffers, self._sampler(header, frame[:rows]))
+            self.stages.coda(buffers, self._sampler(header, frame.reshape(-1)[:rows]))
             return StageOutput(buffers.tokens[:rows].cpu().numpy().copy(), NO_FLAGS)
         return StageOutput(NO_TOKENS, NO_FLAGS)

@@ -80,7 +80,7 @@ class Stages:
         self.slots.cumulated.index_fill_(0, slots, 0.0)
         params = self.slots.gather_params(slots)
         token_ids = self.slots.token.index_select(0, slots)
-        item = self.model.prelude(token_ids, positions, params.state_seed, self._decode_attention(buffers))
+        item = self.model.prelude(token_ids, positions, params.state_seed, self.attention(buffers))
         self.slots.scatter_item(slots, item)
 
     def core(self, buffers: DecodeBuffers, gates: bool) -> None:
@@ -88,7 +88,7 @@ class Stages:
         slots, loops = buffers.slots.long(), buffers.aux
         planes_of(self.layout, loops, self.r_max, out=buffers.planes)
         before = self.slots.gather_item(slots)
-        after = self.model.core(before, buffers.positions, loops, self._decode_attention(buffers))
+        after = self.model.core(before, buffers.positions, loops, self.attention(buffers))
         self.slots.scatter_item(slots, after)
         if not gates:
             return
@@ -108,12 +108,13 @@ class Stages:
             table = self.slots.block_table
             self.backend.copy_planes(buffers.slots, positions, fill.source, fill.first, fill.end, table)
         item = self.slots.gather_item(slots)
-        hidden = self.model.coda(item, positions, self._decode_attention(buffers))
+        hidden = self.model.coda(item, positions, self.attention(buffers))
         tokens = sampler(self.model.logits(hidden), self.slots.gather_params(slots), positions + 1)
         self.slots.token.index_copy_(0, slots, tokens)
         buffers.tokens.copy_(tokens)
 
-    def _decode_attention(self, buffers: DecodeBuffers) -> DecodeAttention:
+    def attention(self, buffers: DecodeBuffers) -> DecodeAttention:
+        """The attention context of the rows in ``buffers``."""
         # Layers outside the core have one plane, and the backend then takes plane 0 whatever the rows say.
         rows = DecodeRows(buffers.slots, buffers.positions, buffers.planes, self.slots.block_table)
         return DecodeAttention(self.backend, rows)

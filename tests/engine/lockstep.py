@@ -1,0 +1,86 @@
+"""Scheduler and runner in one process, in lock-step, without sockets: the engine as a function of its requests.
+
+Every stage is kept, so that a test can say what the schedule was and not only what came out of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.frames import ROW_AUX, Stage
+from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker.build import BuiltRunner, assemble
+from depthbatch.worker.device import resolve_device
+from depthbatch.worker.loader import load_model
+
+MAX_STAGES = 20_000
+
+
+@dataclass
+class Answer:
+    """What one request got."""
+
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Ran:
+    """One stage that was run."""
+
+    header: StageBatch
+    loops: tuple[int, ...]  # of the real rows, core stages only
+
+
+class LockstepEngine:
+    """Requests in, answers out; one stage in flight."""
+
+    def __init__(self, config: EngineConfig, backend: str | None = None) -> None:
+        device = resolve_device(config.device)
+        model = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            seed=config.seed,
+            r_max=config.max_loops,
+            state_init=config.state_init,
+        )
+        self.built: BuiltRunner = assemble(config, model, device, backend)
+        self.config = config
+        self.history: list[Ran] = []
+        self.preemptions = 0
+
+    def run(self, requests: Sequence[tuple[Sequence[int], RequestParams]]) -> list[Answer]:
+        """Submits all requests at once and runs until every one has its terminal event."""
+        scheduler = Scheduler(SchedulerConfig.resolve(self.config, self.built.info))
+        answers = [Answer() for _ in requests]
+        for index, (prompt, params) in enumerate(requests):
+            rejected = scheduler.submit(Submit(index, np.asarray(prompt, np.int32).tobytes(), params))
+            assert rejected is None, rejected
+        for now in range(MAX_STAGES):
+            if not scheduler.num_unfinished:
+                break
+            self._step(scheduler, float(now), answers)
+        assert scheduler.num_unfinished == 0
+        scheduler.verify()
+        self.preemptions = scheduler.counters.preemptions
+        return answers
+
+    def _step(self, scheduler: Scheduler, now: float, answers: list[Answer]) -> None:
+        stage = scheduler.next_stage(now)
+        assert stage is not None, "requests are left, but nothing can run"
+        output = self.built.runner.run(stage.header, stage.frame, stage.slot_params)
+        loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
+        self.history.append(Ran(stage.header, tuple(loops)))
+        result = StageResult(stage.header.step_id, now, now + 1, output.token_ids.tobytes(), output.flags.tobytes())
+        for event in scheduler.complete(result, now):
+            answer = answers[event.request_id]
+            assert answer.finish_reason is None, "news after the terminal event"
+            answer.tokens += event.token_ids
+            answer.depths += event.exit_depths
+            answer.finish_reason = event.finish_reason

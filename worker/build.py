@@ -1,0 +1,190 @@
+"""From a configuration to a runner with weights, KV memory and slots, and to what the engine tells about itself.
+
+Everything that depends on both options and model is checked here, before memory is taken; each failure is one line
+that names the option. The warm-up at the end refuses weights that give no numbers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError, ModelError
+from depthbatch.common.frames import PrefillFrame
+from depthbatch.common.gates import GATE_BY_LABEL, Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import EngineInfo
+from depthbatch.worker.attention.interface import CacheGeometry
+from depthbatch.worker.attention.select import default_block_size, select_backend
+from depthbatch.worker.buckets import bucket_sizes
+from depthbatch.worker.buffers import DecodeBuffers
+from depthbatch.worker.checks import StageLimits
+from depthbatch.worker.device import free_memory, resolve_device, set_threads
+from depthbatch.worker.loader import load_model
+from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
+from depthbatch.worker.models.interface import LoopedModel, ModelSpec
+from depthbatch.worker.runner import Runner
+from depthbatch.worker.slots import SlotState
+from depthbatch.worker.stages import Sampler, Stages
+
+WARM_UP_TOKENS = 4
+log = get_logger("worker")
+
+
+class BuiltRunner(NamedTuple):
+    """A runner and what it is."""
+
+    runner: Runner
+    info: EngineInfo
+
+
+def build_runner(config: EngineConfig) -> BuiltRunner:
+    """Loads, sizes, allocates, warms up. Raises ConfigError or ModelError."""
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        log.info("%d CPU threads", set_threads(config.threads))
+    model = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        r_max=config.max_loops,
+        state_init=config.state_init,
+    )
+    return assemble(config, model, device)
+
+
+def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, backend: str | None = None) -> BuiltRunner:
+    """Everything around a loaded model. ``backend`` names an attention backend; None is the fastest there is."""
+    spec = model.spec
+    layout = resolve_layout(config, spec)
+    plan = _plan(config, spec, layout, device)
+    log.info("%s", plan.describe())
+    geometry = CacheGeometry(
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        planes=spec.planes_per_layer(layout),
+        dtype=spec.dtype,
+        device=device,
+    )
+    slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device)
+    stages = Stages(model, select_backend(geometry, backend), slots, layout)
+    info = engine_info(config, spec, layout, plan, device)
+    limits = StageLimits(
+        num_slots=config.max_num_seqs,
+        num_blocks=plan.num_blocks,
+        max_blocks=plan.max_blocks,
+        max_positions=plan.max_model_len,
+        r_max=spec.r_max,
+        vocab_size=spec.vocab_size,
+        buckets=info.buckets,
+    )
+    warm_up(stages, device, config.model)
+    return BuiltRunner(Runner(stages, limits, device), info)
+
+
+def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:
+    """The layout asked for or the model's own; ConfigError when the model cannot run it."""
+    if config.kv_layout is None:
+        return spec.default_layout
+    layout = KVLayout(config.kv_layout)
+    if layout not in spec.layouts:
+        raise ConfigError(f"kv_layout '{layout}' is not one of {spec.architecture}'s: {', '.join(spec.layouts)}")
+    return layout
+
+
+class GateChoice(NamedTuple):
+    """What requests may use, and what those that name nothing get."""
+
+    gates: tuple[Gate, ...]
+    default: Gate
+    threshold: float
+
+
+def resolve_gates(config: EngineConfig, spec: ModelSpec, layout: KVLayout) -> GateChoice:
+    """Gates of this engine. ConfigError names gate and layout where early exits would leave holes in the cache.
+
+    Under such a layout a model whose own default exits early runs at full depth unless told otherwise.
+    """
+    gates = tuple(gate for gate in spec.gates if layout.allows_early_exit or not gate.may_exit_early)
+    default = spec.default_gate if spec.default_gate in gates else Gate.NONE
+    if config.gate is not None:
+        default = GATE_BY_LABEL[config.gate]
+        if default not in spec.gates:
+            known = ", ".join(gate.label for gate in spec.gates)
+            raise ConfigError(f"gate '{config.gate}' is not one of {spec.architecture}'s: {known}")
+        if default not in gates:
+            raise ConfigError(f"kv_layout '{layout}' cannot run gate '{config.gate}': early exits leave holes in it")
+    threshold = config.exit_threshold if config.exit_threshold is not None else spec.default_threshold
+    return GateChoice(gates, default, threshold)
+
+
+def engine_info(
+    config: EngineConfig, spec: ModelSpec, layout: KVLayout, plan: KVPlan, device: torch.device
+) -> EngineInfo:
+    """What the engine tells about itself. ConfigError for loop limits outside the model's range."""
+    r_min = config.min_loops if config.min_loops is not None else spec.r_min
+    if not spec.r_min <= r_min <= spec.r_max:
+        raise ConfigError(f"min_loops {r_min} is outside {spec.architecture}'s range {spec.r_min}..{spec.r_max}")
+    choice = resolve_gates(config, spec, layout)
+    return EngineInfo(
+        model=config.model,
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        r_max=spec.r_max,
+        r_min=r_min,
+        default_gate=choice.default,
+        gates=choice.gates,
+        default_threshold=choice.threshold,
+        kv_layout=layout,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        kv_bytes_per_token=plan.bytes_per_token,
+        max_model_len=plan.max_model_len,
+        boundary_layers=spec.prelude_layers + spec.coda_layers,
+        buckets=bucket_sizes(config.max_num_seqs),
+        device=device.type,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        eos_token_ids=spec.eos_token_ids,
+    )
+
+
+def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVPlan:
+    request = KVRequest(
+        bytes_per_token=spec.kv_bytes_per_token(layout),
+        block_size=config.block_size or default_block_size(device),
+        max_positions=spec.max_positions,
+        max_num_seqs=config.max_num_seqs,
+        kv_blocks=config.kv_blocks,
+        max_model_len=config.max_model_len,
+    )
+    return plan_kv(request, free_memory(device), device.type)
+
+
+def warm_up(stages: Stages, device: torch.device, name: str) -> None:
+    """Runs every stage once on the dummy slot, so that kernels are built before the first request.
+
+    Raises ModelError when the model's logits or gate are not finite.
+    """
+    greedy = Sampler(sample=False, filtered=False)
+    lengths = np.array([WARM_UP_TOKENS], np.int32)
+    zero, none = np.zeros(1, np.int32), np.empty((0, 3), np.int32)
+    buffers = DecodeBuffers(1, device)
+    spec = stages.model.spec
+    with torch.inference_mode():
+        stages.prefill(PrefillFrame(zero, zero, lengths, zero + 1, np.zeros(WARM_UP_TOKENS, np.int32), none), greedy)
+        buffers.fill(np.array([0, WARM_UP_TOKENS, 0], np.int32))
+        stages.prelude(buffers)
+        buffers.fill(np.array([0, WARM_UP_TOKENS, 1], np.int32))
+        stages.core(buffers, gates=any(gate.decides_on_device for gate in spec.gates))
+        stages.coda(buffers, greedy)
+        item = stages.slots.gather_item(buffers.slots.long())
+        hidden = stages.model.coda(item, buffers.positions, stages.attention(buffers))
+        finite = stages.model.logits(hidden).isfinite().all() & stages.slots.cumulated[0].isfinite()
+    if not finite.item():
+        raise ModelError(f"model '{name}' gives logits that are not finite: its weights are broken")

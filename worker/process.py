@@ -1,0 +1,200 @@
+"""The worker process: connects to the scheduler, says what it is, then runs stages until told to stop.
+
+The loop blocks in the kernel, never spins (but for the last 100 us before a simulated stage ends). Heartbeats go out
+between stages, at most every half second: while one stage runs there is nothing new to say, and health is judged by
+progress. Knows nothing of what stages mean.
+"""
+
+import os
+import select
+import signal
+import time
+from collections import deque
+from types import FrameType
+from typing import NamedTuple
+
+import numpy as np
+import zmq
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import DecodeError, DepthbatchError
+from depthbatch.common.frames import Int32Array
+from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import (
+    EngineInfo,
+    Fatal,
+    Shutdown,
+    StageBatch,
+    StageResult,
+    WorkerCommand,
+    WorkerHeartbeat,
+    WorkerReady,
+)
+from depthbatch.common.transport import WORKER_ENDPOINT, Dealer, Received, endpoint
+from depthbatch.worker.checks import StageError
+from depthbatch.worker.idle import IdleClock
+from depthbatch.worker.stage_io import InFlight, StageDone, StageRunner
+
+HEARTBEAT_S = 0.5
+SPIN_S = 100e-6  # the kernel may wake us this late; the rest of a wait is spun
+log = get_logger("worker")
+
+
+class WorkerLink(Dealer):
+    """The socket to the scheduler. Bytes that are no command are the scheduler's bug, and end the worker."""
+
+    def on_decode_error(self, peer: bytes, error: DecodeError) -> None:
+        raise error
+
+    def wait(self, until_s: float) -> bool:
+        """Blocks until a command is there (True) or the clock says ``until_s`` (False)."""
+        while True:
+            # The descriptor only signals changes, so the state is asked for before every sleep.
+            if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return True
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            if left_s > SPIN_S:
+                select.select([self.socket], [], [], left_s - SPIN_S)
+
+
+class Launched(NamedTuple):
+    """A stage on the device, and how to book the wait before it."""
+
+    stage: InFlight
+    after_no_work: bool
+
+
+class WorkerLoop:
+    """Receive, launch, read, send. Stages run in the order they arrive, results leave in that order."""
+
+    def __init__(self, link: WorkerLink, runner: StageRunner) -> None:
+        self._link = link
+        self._runner = runner
+        self._in_flight: deque[Launched] = deque()
+        self._clock = IdleClock()
+        self._next_heartbeat_s = 0.0
+
+    def run(self) -> None:
+        """Until a Shutdown arrives; what is in flight then is still answered."""
+        while True:
+            self._send_finished()
+            self._heartbeat()
+            if not self._link.wait(self._wake_s()):
+                continue
+            received = self._link.receive()
+            if received is None:
+                continue
+            if isinstance(received.message, Shutdown):
+                break
+            self._launch(received)
+        while self._in_flight:
+            self._send_oldest()
+
+    def _wake_s(self) -> float:
+        """When there is something to do even if nothing arrives."""
+        if self._in_flight:
+            return min(self._in_flight[0].stage.ready_s, self._next_heartbeat_s)
+        return self._next_heartbeat_s
+
+    def _launch(self, received: Received) -> None:
+        header = received.message
+        assert isinstance(header, StageBatch)
+        frame, slot_params = _frames(header, received.frames)
+        self._in_flight.append(Launched(self._runner.launch(header, frame, slot_params), header.after_no_work))
+
+    def _send_finished(self) -> None:
+        while self._in_flight and self._in_flight[0].stage.ready_s <= time.monotonic():
+            self._send_oldest()
+
+    def _send_oldest(self) -> None:
+        launched = self._in_flight.popleft()
+        done = self._runner.read(launched.stage)
+        self._link.send(_result(done))
+        self._clock.book(done.start_s, done.end_s, launched.after_no_work)
+
+    def _heartbeat(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_heartbeat_s:
+            return
+        self._next_heartbeat_s = now_s + HEARTBEAT_S
+        clock = self._clock
+        self._link.send(
+            WorkerHeartbeat(clock.steps, clock.busy_s, clock.idle_scheduler_s, clock.idle_no_work_s),
+        )
+
+
+def _frames(header: StageBatch, frames: list[bytes]) -> tuple[Int32Array, Int32Array | None]:
+    """The stage's frame and its slot parameters, as views of the received bytes."""
+    expected = 2 if header.n_slot_params else 1
+    if len(frames) != expected or any(len(frame) % 4 for frame in frames):
+        sizes = [len(frame) for frame in frames]
+        raise StageError(f"stage {header.step_id}: {expected} int32 frames expected, got frames of {sizes} bytes")
+    arrays = [np.frombuffer(frame, np.int32) for frame in frames]
+    return arrays[0], arrays[1] if header.n_slot_params else None
+
+
+def _result(done: StageDone) -> StageResult:
+    output = done.output
+    return StageResult(done.step_id, done.start_s, done.end_s, output.token_ids.tobytes(), output.flags.tobytes())
+
+
+class Built(NamedTuple):
+    """A device ready to run."""
+
+    runner: StageRunner
+    info: EngineInfo
+
+
+def build(config: EngineConfig) -> Built:
+    """The device the configuration asks for. torch is imported only where it is needed."""
+    from depthbatch.worker import simulated
+
+    if config.device.startswith(simulated.PREFIX):
+        profile = simulated.find_profile(config.device.removeprefix(simulated.PREFIX))
+        info = simulated.simulated_info(config, profile)
+        simulated.sharpen_timers()
+        return Built(simulated.SimulatedRunner(profile, info, config.max_num_seqs), info)
+    from depthbatch.worker.build import build_runner
+
+    built = build_runner(config)
+    return Built(built.runner, built.info)
+
+
+def run_worker(run_dir: str, config_json: str) -> int:
+    """Builds, connects, runs; the exit status: 0 stopped, 1 a bug or a broken machine, 2 the user's mistake."""
+    stop_on_signals()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = WorkerLink(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerCommand)
+    try:
+        built = build(EngineConfig.from_json(config_json))
+        link.send(WorkerReady(os.getpid(), built.info))
+        log.info("ready: %s on %s", built.info.model, built.info.device)
+        WorkerLoop(link, built.runner).run()
+        return 0
+    except DecodeError as error:
+        return _fail(link, str(error), user_error=False)
+    except DepthbatchError as error:
+        return _fail(link, str(error), user_error=True)
+    except Exception as error:  # whatever it is, the scheduler must hear of it
+        log.exception("worker failed")
+        return _fail(link, f"{type(error).__name__}: {error}", user_error=False)
+    finally:
+        link.close()
+        context.term()
+
+
+def _fail(link: WorkerLink, message: str, user_error: bool) -> int:
+    log.error("%s", message)
+    link.send(Fatal("worker", message, user_error))
+    return 2 if user_error else 1
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGINT end the process cleanly, wherever it is."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)

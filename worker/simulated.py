@@ -1,0 +1,158 @@
+"""A device without a model: takes a profile's time for every stage, on its own clock, and obeys the same protocol.
+
+A stage starts when it arrives or when the one before it ends, whichever is later, so stages that are queued ahead run
+back to back without drift, as on a GPU's stream. Tokens are a function of (seed, position); gates never fire. Imports
+no torch.
+"""
+
+import ctypes
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import (
+    ROW_FIELDS,
+    ROW_POSITION,
+    ROW_SLOT,
+    SLOT_PARAM_FIELDS,
+    Int32Array,
+    SlotParam,
+    Stage,
+    split_prefill_frame,
+)
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import EngineInfo, StageBatch, Variant
+from depthbatch.common.profile import DeviceProfile, read_profile
+from depthbatch.worker.buckets import bucket_sizes
+from depthbatch.worker.checks import StageLimits, check_stage
+from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
+
+PREFIX = "simulated:"
+SHIPPED_PROFILES = Path(__file__).resolve().parent.parent / "benchmarks" / "profiles"
+BLOCK_SIZE = 16
+MAX_POSITIONS = 65536
+_PR_SET_TIMERSLACK = 29
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def find_profile(name: str) -> DeviceProfile:
+    """The profile of a file, or of a shipped one by its name; ConfigError names the choices."""
+    path = Path(name)
+    if path.is_file() or name.endswith(".json") or "/" in name:
+        return read_profile(path)
+    shipped = SHIPPED_PROFILES / f"{name}.json"
+    if not shipped.is_file():
+        known = ", ".join(sorted(file.stem for file in SHIPPED_PROFILES.glob("*.json"))) or "none"
+        raise ConfigError(f"device profile '{name}' is neither a file nor shipped (shipped: {known})")
+    return read_profile(shipped)
+
+
+def simulated_info(config: EngineConfig, profile: DeviceProfile) -> EngineInfo:
+    """What the simulated engine is: the profile's model with KV memory for W sequences of the greatest length."""
+    r_max = config.max_loops or profile.r_max
+    if r_max > profile.r_max:
+        raise ConfigError(f"max_loops {r_max} is outside the profile's range 1..{profile.r_max}")
+    layout = KVLayout(config.kv_layout or KVLayout.SINGLE)
+    gates = (Gate.NONE, Gate.FIXED, Gate.REPLAY) if layout.allows_early_exit else (Gate.NONE, Gate.FIXED)
+    if config.gate not in (None, Gate.NONE.label):
+        raise ConfigError(f"gate '{config.gate}': a simulated device decides no exits; use replayed depths")
+    length = config.max_model_len or MAX_POSITIONS
+    block_size = config.block_size or BLOCK_SIZE
+    return EngineInfo(
+        model=profile.name,
+        architecture="simulated",
+        vocab_size=profile.vocab_size,
+        r_max=r_max,
+        r_min=min(config.min_loops or profile.r_min, r_max),
+        default_gate=Gate.NONE,
+        gates=gates,
+        default_threshold=1.0,
+        kv_layout=layout,
+        block_size=block_size,
+        num_blocks=1 + (config.kv_blocks or config.max_num_seqs * -(-length // block_size)),
+        kv_bytes_per_token=profile.bytes_per_kv_token * layout.num_planes(r_max),
+        max_model_len=length,
+        boundary_layers=profile.boundary_layers,
+        buckets=bucket_sizes(config.max_num_seqs),
+        device=f"simulated:{profile.name}",
+        dtype="bfloat16",
+    )
+
+
+class SimulatedRunner:
+    """StageRunner that only lets time pass. The caller waits; ``read`` expects the stage's end to have come."""
+
+    def __init__(self, profile: DeviceProfile, info: EngineInfo, max_num_seqs: int) -> None:
+        self.limits = StageLimits(
+            num_slots=max_num_seqs,
+            num_blocks=info.num_blocks,
+            max_blocks=-(-info.max_model_len // info.block_size),
+            max_positions=info.max_model_len,
+            r_max=info.r_max,
+            vocab_size=info.vocab_size,
+            buckets=info.buckets,
+        )
+        self.lateness_s: deque[float] = deque(maxlen=10_000)  # how long after its end each stage was read
+        self._profile = profile
+        self._end_s = 0.0  # of the last stage launched
+        self._seeds = np.zeros(max_num_seqs + 1, np.uint64)
+
+    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> InFlight:
+        arrived_s = time.monotonic()
+        check_stage(header, frame, slot_params, self.limits)
+        if slot_params is not None:
+            self._set_params(slot_params.reshape(-1, SLOT_PARAM_FIELDS))
+        start_s = max(arrived_s, self._end_s)
+        self._end_s = start_s + self._seconds(header, frame)
+        return InFlight(header.step_id, start_s, self._end_s, self._output(header, frame))
+
+    def read(self, stage: InFlight) -> StageDone:
+        now_s = time.monotonic()
+        if now_s < stage.ready_s:
+            time.sleep(stage.ready_s - now_s)
+            now_s = time.monotonic()
+        self.lateness_s.append(now_s - stage.ready_s)
+        return StageDone(stage.step_id, stage.start_s, stage.ready_s, stage.output)
+
+    def _set_params(self, rows: Int32Array) -> None:
+        low = rows[:, SlotParam.SEED_LOW].view(np.uint32).astype(np.uint64)
+        high = rows[:, SlotParam.SEED_HIGH].view(np.uint32).astype(np.uint64)
+        self._seeds[rows[:, SlotParam.SLOT]] = low | high << np.uint64(32)
+
+    def _seconds(self, header: StageBatch, frame: Int32Array) -> float:
+        stage = Stage(header.stage)
+        context = 0
+        if stage is Stage.CORE:
+            positions = frame.reshape(ROW_FIELDS, header.bucket)[ROW_POSITION, : header.rows]
+            context = int(positions.sum(dtype=np.int64)) + header.rows
+        return self._profile.stage_seconds(stage, header.rows, context, header.n_tokens)
+
+    def _output(self, header: StageBatch, frame: Int32Array) -> StageOutput:
+        if header.stage == Stage.CORE and header.variant & Variant.GATES:
+            return StageOutput(NO_TOKENS, np.zeros(header.rows, np.uint8))
+        if header.stage == Stage.CODA:
+            rows = frame.reshape(ROW_FIELDS, header.bucket)[:, : header.rows]
+            return StageOutput(self._tokens(rows[ROW_SLOT], rows[ROW_POSITION] + 1), NO_FLAGS)
+        if header.stage == Stage.PREFILL:
+            parts = split_prefill_frame(frame, header.rows, header.n_tokens, header.n_updates)
+            ends = parts.sample == 1
+            return StageOutput(self._tokens(parts.slots[ends], (parts.starts + parts.lengths)[ends]), NO_FLAGS)
+        return StageOutput(NO_TOKENS, NO_FLAGS)
+
+    def _tokens(self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Int32Array:
+        """Tokens of (seed, position): the splitmix64 finaliser, modulo the vocabulary."""
+        x = self._seeds[slots] + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        tokens: Int32Array = ((x ^ (x >> np.uint64(31))) % np.uint64(self.limits.vocab_size)).astype(np.int32)
+        return tokens
+
+
+def sharpen_timers() -> None:
+    """Lets this process wake within a microsecond of a deadline; the kernel's default slack is 50."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
