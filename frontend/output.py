@@ -33,6 +33,12 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string
 
+    def append(self, later: "OutputDelta") -> None:
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.exit_depths += later.exit_depths
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 @dataclass
 class RequestOutput:

@@ -25,7 +25,7 @@ def load_tokenizer(directory: Path) -> "Tokenizer | None":
     import transformers  # takes seconds; not before a tokenizer is wanted
 
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(40)  # errors only: it warns of model types that it does not know
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file provokes in there
@@ -68,8 +68,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt is not valid Unicode at character {error.start}", "prompt") from None
         backend = self._control if allow_special else self._plain
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,8 +104,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence, special tokens left out."""
-        text: str = self._control.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return str(self._control.decode(list(token_ids), skip_special_tokens=True))
 
     def detokenizer(self) -> Detokenizer:
         """A new incremental decoder for one sequence."""
@@ -118,7 +116,7 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """One token by itself, for display; bytes that are no character show as U+FFFD."""
         if token in self._special:
-            return self._special[token]
+            return str(self._special[token])
         if self._byte_table is not None:
             return self._byte_table[token].decode("utf-8", "replace") if token < len(self._byte_table) else ""
         return self.decode([token])

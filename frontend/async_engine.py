@@ -1,0 +1,259 @@
+"""AsyncEngine: the engine inside an asyncio program, an async generator per request. No thread but one for encoding.
+
+The event loop watches the client's descriptors; each request has a mailbox into which its updates are merged, so a
+slow reader gets fewer, larger deltas and never a growing queue of objects.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import EngineInfo
+from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.health import EngineHealth
+from depthbatch.frontend.llm import Prompt, describe, encode_prompt, load_model_tokenizer
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, Update
+from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.tokenizer import Tokenizer
+
+TICK_S = 0.1  # deadlines, and a net under the edge-triggered socket descriptor
+
+log = get_logger("frontend")
+
+
+class Mailbox:
+    """Updates of one request that its reader has not taken yet."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._updates: list[Update] = []
+        self._news = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        self._updates.append(update)
+        self._news.set()
+
+    async def take(self) -> list[Update]:
+        """Everything that has come, at least one."""
+        await self._news.wait()
+        self._news.clear()
+        updates, self._updates = self._updates, []
+        return updates
+
+
+class AsyncEngine:
+    """Use as ``async with AsyncEngine("demo", policy="refill") as engine``; options as of LLM.
+
+    Entering raises ConfigError, ModelError or EngineDeadError. Belongs to the event loop it was entered in.
+    """
+
+    def __init__(self, model: str = "demo", *, quiet: bool = False, **options: Any) -> None:
+        self._setup(EngineConfig.from_values({"model": model, **options}), quiet)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, quiet: bool = False) -> "AsyncEngine":
+        engine = cls.__new__(cls)
+        engine._setup(config, quiet)
+        return engine
+
+    def _setup(self, config: EngineConfig, quiet: bool) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self._quiet = quiet
+        self._client = EngineClient(config, before_restart=self._unwatch)
+        self._mailboxes: dict[int, Mailbox] = {}  # by internal id
+        self._watched: set[int] = set()
+        self._changed = asyncio.Event()  # something was polled
+        self._ticker: asyncio.Task[None] | None = None
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # long prompts do not block the loop
+        self._pump_is_due = False
+
+    # --- life
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._client.launch()
+            self._ticker = asyncio.create_task(self._tick())
+            self._pump()
+            self.tokenizer = await self._in_encoder(load_model_tokenizer, self.config.model)
+            while self._client.info is None:
+                self._raise_failure()
+                await self._poll_once()
+            self._raise_failure()
+        except BaseException:
+            await self.close()
+            raise
+        if not self._quiet:
+            print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the engine; requests that still run get EngineDeadError."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+            self._ticker = None
+        self._unwatch()
+        await asyncio.get_running_loop().run_in_executor(None, self._client.close)
+        for internal_id, mailbox in self._mailboxes.items():
+            mailbox.put(Update(internal_id, error=EngineDeadError("the engine is closed")))
+        self._encoder.shutdown(wait=False)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is. Raises EngineDeadError before it has been ready."""
+        if self._client.info is None:
+            raise EngineDeadError("the engine is not ready yet")
+        return self._client.info
+
+    @property
+    def run_dir(self) -> str:
+        return str(self._client.run_dir.path)
+
+    def health(self, stall_s: float = 30.0) -> EngineHealth:
+        """Judged by progress; enqueues nothing. ``stall_s``: no step for this long, with work waiting, is a stall."""
+        return self._client.health(stall_s)
+
+    async def stats(self) -> dict[str, float]:
+        """The scheduler's counters since its start. Raises EngineDeadError."""
+        self._client.ask_stats()
+        self._after_send()
+        while self._client.stats is None:
+            self._raise_failure()
+            await self._poll_once()
+        return self._client.stats.values
+
+    # --- requests
+
+    async def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt, in the thread that owns the encoding. Raises RequestError."""
+        if not isinstance(prompt, str):
+            return encode_prompt(prompt, params, self.tokenizer)
+        token_ids: list[int] = await self._in_encoder(encode_prompt, prompt, params, self.tokenizer)
+        return token_ids
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Deltas of one request as they come; the last one carries the finish reason.
+
+        ``request_id`` is the caller's name for ``abort``; names may repeat, each request is its own. Closing the
+        generator, or cancelling the task that iterates, aborts. Raises RequestError or EngineDeadError.
+        """
+        params = params or SamplingParams()
+        token_ids = await self.encode(prompt, params)
+        internal_id = self._client.submit(token_ids, params)
+        self._after_send()
+        name = str(internal_id) if request_id is None else request_id
+        mailbox = self._mailboxes[internal_id] = Mailbox(name)
+        detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
+        assembler = OutputAssembler(name, detokenizer, params.stop, params.min_tokens)
+        try:
+            while True:
+                delta = _merge(assembler, await mailbox.take())
+                if delta.finish_reason is not None:
+                    del self._mailboxes[internal_id]
+                    self._client.abort(internal_id)  # still live only after a stop string
+                    self._after_send()
+                    yield delta
+                    return
+                yield delta
+        finally:
+            self._mailboxes.pop(internal_id, None)
+            if self._client.abort(internal_id):
+                self._after_send()
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends every request of that name with finish reason "abort"; False if there is none, which is fine."""
+        found = [(key, box) for key, box in self._mailboxes.items() if box.request_id == request_id]
+        for internal_id, mailbox in found:
+            if self._client.abort(internal_id):
+                mailbox.put(Update(internal_id, finish_reason="abort"))
+        self._after_send()
+        return bool(found)
+
+    # --- the loop's side
+
+    async def _in_encoder(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._pump()
+
+    def _pump(self) -> None:
+        """Handles what has come and gives every update to its request."""
+        self._pump_is_due = False
+        try:
+            for update in self._client.poll():
+                mailbox = self._mailboxes.get(update.request_id)
+                if mailbox is not None:
+                    mailbox.put(update)
+        except Exception as error:  # a bug here would hang every request: end them instead
+            log.exception("the engine client failed")
+            self._client.failure = EngineDeadError(f"frontend: {error}")
+            for internal_id, mailbox in self._mailboxes.items():
+                mailbox.put(Update(internal_id, error=self._client.failure))
+        self._watch()
+        self._changed.set()
+
+    def _watch(self) -> None:
+        """Keeps the loop's readers in step with the client's descriptors, which change when processes restart."""
+        loop = asyncio.get_running_loop()
+        wanted = set() if self._client.failure is not None else self._client.descriptors()
+        for descriptor in self._watched - wanted:
+            loop.remove_reader(descriptor)
+        for descriptor in wanted - self._watched:
+            loop.add_reader(descriptor, self._pump)
+        self._watched = wanted
+
+    def _unwatch(self) -> None:
+        """Before descriptors are closed: their numbers may come back as others."""
+        for descriptor in self._watched:
+            asyncio.get_running_loop().remove_reader(descriptor)
+        self._watched = set()
+
+    def _after_send(self) -> None:
+        """Sending may swallow the socket's readiness edge, so look once more."""
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    async def _poll_once(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _raise_failure(self) -> None:
+        if self._client.failure is not None:
+            raise self._client.failure
+
+
+def _merge(assembler: OutputAssembler, updates: list[Update]) -> OutputDelta:
+    """One delta of several updates. Raises the error that one of them carries, once what came before is used up."""
+    merged: OutputDelta | None = None
+    for update in updates:
+        if update.error is not None:
+            raise update.error
+        delta = assembler.push(update)
+        if merged is None:
+            merged = delta
+        else:
+            merged.append(delta)
+        if merged.finish_reason is not None:
+            break
+    assert merged is not None
+    return merged

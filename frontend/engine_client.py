@@ -1,0 +1,337 @@
+"""One running engine as its frontend sees it: processes, socket, live requests, health.
+
+Nothing here blocks but ``wait`` and ``close``, and there is no thread: ``descriptors`` says what to wait for, ``poll``
+handles whatever has come. LLM drives it with ``wait``, AsyncEngine from its event loop. It keeps, of every live
+request, the prompt and the tokens received, so that any process may die: a dead worker is started again (the
+scheduler rebuilds its sequences); a dead scheduler is started again with a fresh worker, and every live request is
+resubmitted with its tokens. Draws depend on (seed, position) alone, so the continuation is the same.
+"""
+
+import heapq
+import math
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError, DepthbatchError, EngineDeadError, RequestError
+from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import (
+    Abort,
+    EngineInfo,
+    EngineReady,
+    Fatal,
+    GetStats,
+    Hello,
+    Rejected,
+    RequestParams,
+    SchedulerHeartbeat,
+    SchedulerMessage,
+    SchedulerStats,
+    Submit,
+    TokenEvent,
+    Tokens,
+)
+from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, RunDir
+from depthbatch.frontend.health import EngineHealth, HealthMonitor
+from depthbatch.frontend.launch import Child, Launcher
+from depthbatch.frontend.output import Update
+from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
+
+FATAL_GRACE_S = 0.3  # a dying worker's last words come through the scheduler
+MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means that restarting does not help
+RESTART_WINDOW_S = 60.0
+USER_ERROR_EXIT_CODE = 2
+
+log = get_logger("frontend")
+
+
+@dataclass
+class LiveRequest:
+    """What it takes to submit a request again."""
+
+    prompt: bytes  # int32
+    params: RequestParams
+    generated: "array[int]" = field(default_factory=lambda: array("i"))
+
+    def finish_reason(self) -> str | None:
+        """Set when the tokens received already complete the request: only the notice got lost with the scheduler."""
+        count = len(self.generated)
+        if count and count >= self.params.min_tokens and self.generated[-1] in self.params.stop_token_ids:
+            return "stop"
+        return "length" if count >= self.params.max_tokens else None
+
+
+class EngineClient:
+    """See the module docstring. Not thread-safe: one thread owns it."""
+
+    def __init__(self, config: EngineConfig, before_restart: Callable[[], None] = lambda: None) -> None:
+        """``before_restart`` is called before descriptors are closed, for event loops that watch them."""
+        self.config = config
+        self.info: EngineInfo | None = None  # set once the engine has been ready
+        self.failure: DepthbatchError | None = None  # set once it is dead for good
+        self.stats: SchedulerStats | None = None
+        self._run_dir = RunDir()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._launcher = Launcher(config, self._run_dir.path)
+        self._link: Dealer | None = None
+        self._defaults: RequestDefaults | None = None
+        self._ready = False  # the scheduler has a worker and knows our requests
+        self._live: dict[int, LiveRequest] = {}
+        self._next_id = 1
+        self._deadlines: list[tuple[float, int]] = []  # heap of (monotonic s, request id)
+        self._restart_times: deque[float] = deque()
+        self._last_words: Fatal | None = None
+        self._monitor = HealthMonitor()
+        self._before_restart = before_restart
+        self._closed = False
+
+    # --- life
+
+    def launch(self) -> None:
+        """Starts both processes; ``info`` is set by a later ``poll``."""
+        self._launcher.start("scheduler")
+        self._launcher.start("worker")
+        self._connect()
+
+    def wait_ready(self) -> EngineInfo:
+        """Blocks until the engine is ready. Raises ConfigError, ModelError or EngineDeadError."""
+        while self.info is None:
+            self.wait(0.1)
+            self.poll()
+            if self.failure is not None:
+                raise self.failure
+        return self.info
+
+    def close(self) -> None:
+        """Ends both processes and removes the run directory. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ready = False
+        self.failure = self.failure or EngineDeadError("the engine is closed")
+        self._launcher.stop()
+        if self._link is not None:
+            self._link.close(0)
+        self._context.destroy(0)
+        self._run_dir.remove()
+
+    @property
+    def run_dir(self) -> RunDir:
+        return self._run_dir
+
+    # --- requests
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Accepts a request and returns its id, which is ours and never used twice.
+
+        Raises RequestError for what this engine cannot serve, EngineDeadError when there is none. A refusal by the
+        scheduler (too few KV blocks) comes as an Update with an error.
+        """
+        resolved = self.check(prompt_ids, params, self._next_id)
+        request_id = self._next_id
+        self._next_id += 1
+        live = LiveRequest(np.asarray(prompt_ids, dtype=np.int32).tobytes(), resolved)
+        self._live[request_id] = live
+        if params.timeout_s is not None:
+            heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, request_id))
+        if self._ready:
+            self._send_submit(request_id, live)
+        return request_id
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, ordinal: int = 0) -> RequestParams:
+        """The parameters a request would run with; ``ordinal`` varies the seed of those that name none.
+
+        Raises like submit.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.info is None or self._defaults is None:
+            raise EngineDeadError("the engine is not ready yet")
+        check_token_ids(prompt_ids, self.info)
+        return self._defaults.resolve(params, len(prompt_ids), ordinal)
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request without further updates; False when it is not live (any more), which is fine."""
+        if self._live.pop(request_id, None) is None:
+            return False
+        if self._ready and self._link is not None:
+            self._link.send(Abort(request_id))
+        return True
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def ask_stats(self) -> None:
+        """Asks for the scheduler's counters; ``stats`` is set by a later ``poll``."""
+        self.stats = None
+        if self._link is not None:
+            self._link.send(GetStats())
+
+    # --- waiting and news
+
+    def descriptors(self) -> set[int]:
+        """File descriptors whose readability means that ``poll`` has something to do. Changes with restarts."""
+        children = {child.fd for child in self._launcher.children.values() if not child.death_noticed}
+        if self._link is None:
+            return children
+        return children | {self._link.socket.getsockopt(zmq.FD)}  # type: ignore[arg-type]
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until there is something for ``poll``, or the time is over."""
+        poller = zmq.Poller()
+        if self._link is not None:
+            poller.register(self._link.socket, zmq.POLLIN)
+        for child in self._launcher.children.values():
+            if not child.death_noticed:
+                poller.register(child.fd, zmq.POLLIN)
+        deadline = self._deadlines[0][0] - time.monotonic() if self._deadlines else timeout_s
+        poller.poll(math.ceil(1000 * max(0.0, min(timeout_s, deadline))))
+
+    def poll(self) -> list[Update]:
+        """Handles everything that has come: messages, deaths, deadlines. Returns the news of live requests."""
+        if self._closed:
+            return []
+        updates: list[Update] = []
+        self._drain(updates)
+        self._watch_children(updates)
+        self._expire(updates)
+        return updates
+
+    def health(self, stall_s: float = 30.0) -> EngineHealth:
+        """Judged by progress; asks nobody, only reads what the scheduler has pushed."""
+        return self._monitor.health(self._launcher, self._ready, self.failure, stall_s)
+
+    # --- messages
+
+    def _connect(self) -> None:
+        self._link = Dealer(self._context, self._run_dir.endpoint(SCHEDULER_ENDPOINT), SchedulerMessage)
+        self._link.send(Hello())
+
+    def _send_submit(self, request_id: int, live: LiveRequest) -> None:
+        assert self._link is not None
+        self._link.send(Submit(request_id, live.prompt, live.params, live.generated.tobytes()))
+
+    def _drain(self, updates: list[Update]) -> None:
+        while self._link is not None and (received := self._link.receive()) is not None:
+            match received.message:
+                case Tokens(events):
+                    for event in events:
+                        self._on_event(event, updates)
+                case SchedulerHeartbeat() as heartbeat:
+                    self._monitor.heartbeat(heartbeat)
+                case EngineReady(info):
+                    self._on_ready(info, updates)
+                case Rejected(request_id, reason, param):
+                    if self._live.pop(request_id, None) is not None:
+                        updates.append(Update(request_id, error=RequestError(reason, param)))
+                case SchedulerStats() as stats:
+                    self.stats = stats
+                case Fatal() as fatal:
+                    log.error("%s: %s", fatal.process, fatal.message)
+                    self._last_words = fatal
+
+    def _on_event(self, event: TokenEvent, updates: list[Update]) -> None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            return  # aborted here; the scheduler had not heard of it yet
+        live.generated.extend(event.token_ids)
+        if event.finish_reason is not None:
+            del self._live[event.request_id]
+        error = EngineDeadError("the engine failed on this request") if event.finish_reason == "error" else None
+        updates.append(
+            Update(event.request_id, event.token_ids, event.exit_depths, event.finish_reason, event.stop_reason, error)
+        )
+
+    def _on_ready(self, info: EngineInfo, updates: list[Update]) -> None:
+        try:
+            self._defaults = RequestDefaults(self.config, info)
+        except ConfigError as error:
+            self._fail(error, updates)
+            return
+        self.info = info
+        self._last_words = None
+        self._monitor.start()
+        if self._ready:
+            return  # a new worker under the scheduler that knows our requests
+        self._ready = True
+        for request_id, live in list(self._live.items()):
+            reason = live.finish_reason()
+            if reason is None:
+                self._send_submit(request_id, live)
+                continue
+            del self._live[request_id]
+            stop_reason = live.generated[-1] if reason == "stop" else None
+            updates.append(Update(request_id, finish_reason=reason, stop_reason=stop_reason))
+
+    # --- deaths and deadlines
+
+    def _watch_children(self, updates: list[Update]) -> None:
+        dead = [child for child in self._launcher.children.values() if not child.alive]
+        if not dead or self.failure is not None:
+            return
+        if self.info is None:
+            self._watch_start(dead, updates)
+        elif self._may_restart():
+            names = [child.name for child in dead]
+            self._before_restart()
+            for child in dead:
+                log.warning("%s; starting it again", child.epitaph())
+            if "scheduler" in names:
+                self._restart_all(updates)
+            else:
+                self._launcher.start("worker")
+        else:
+            reason = self._last_words.message if self._last_words is not None else dead[0].epitaph()
+            self._fail(EngineDeadError(f"restarting does not help: {reason}"), updates)
+
+    def _watch_start(self, dead: list[Child], updates: list[Update]) -> None:
+        """A child that dies before the engine was ever ready ends the engine, with the best reason to be had."""
+        if self._last_words is None and all(child.dead_for_s < FATAL_GRACE_S for child in dead):
+            return
+        if self._last_words is not None:
+            text, user_error = self._last_words.message, self._last_words.user_error
+            self._fail(ConfigError(text) if user_error else EngineDeadError(f"{dead[0].name}: {text}"), updates)
+        elif dead[0].exit_code == USER_ERROR_EXIT_CODE:
+            self._fail(ConfigError(dead[0].last_line() or dead[0].epitaph()), updates)
+        else:
+            self._fail(EngineDeadError(dead[0].epitaph()), updates)
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        while self._restart_times and self._restart_times[0] < now - RESTART_WINDOW_S:
+            self._restart_times.popleft()
+        self._restart_times.append(now)
+        return len(self._restart_times) <= MAX_RESTARTS
+
+    def _restart_all(self, updates: list[Update]) -> None:
+        """The scheduler is dead, so the worker's KV means nothing any more: both start afresh, on a new connection.
+
+        What the old scheduler had sent is taken first; what it had not is generated again.
+        """
+        assert self._link is not None
+        self._drain(updates)
+        self._link.close(0)
+        self._ready = False
+        self._launcher.kill("worker")
+        self._launcher.start("scheduler")
+        self._launcher.start("worker")
+        self._connect()
+
+    def _fail(self, error: DepthbatchError, updates: list[Update]) -> None:
+        self.failure = error
+        self._ready = False
+        updates.extend(Update(request_id, error=error) for request_id in self._live)
+        self._live.clear()
+
+    def _expire(self, updates: list[Update]) -> None:
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            if self.abort(request_id):
+                updates.append(Update(request_id, finish_reason="timeout"))

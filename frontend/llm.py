@@ -1,0 +1,190 @@
+"""LLM: prompts in, outputs out, in the caller's thread. The plain way to use the engine from Python."""
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import RequestError
+from depthbatch.common.messages import EngineInfo
+from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.health import EngineHealth
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput
+from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+Progress = Callable[[int, int], None]  # finished and total requests
+
+
+class IndexedDelta(NamedTuple):
+    """A piece of the output of the prompt at ``prompt_index``."""
+
+    prompt_index: int
+    delta: OutputDelta
+
+
+def describe(info: EngineInfo) -> str:
+    """The line that every start prints: what runs, and how much fits."""
+    tokens = (info.num_blocks - 1) * info.block_size
+    return (
+        f"{info.model} ({info.architecture}, {info.r_max} loops) on {info.device}, {info.dtype}: "
+        f"{info.kv_bytes_per_token / 1024:.1f} KiB of KV per token ({info.kv_layout}), {tokens} tokens fit"
+    )
+
+
+def load_model_tokenizer(model: str) -> Tokenizer | None:
+    """The tokenizer of a MODEL argument. Raises ModelError when there is no such model."""
+    from depthbatch.worker.loader import resolve_model_dir  # imports torch; not before a model is wanted
+
+    return load_tokenizer(resolve_model_dir(model))
+
+
+def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of a prompt, or of token ids themselves. Raises RequestError when text cannot be served."""
+    if tokenizer is None and params.stop:
+        raise RequestError("stop: this model has no tokenizer, so there is no text to search", "stop")
+    if not isinstance(prompt, str):
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError("prompt: neither a text nor a list of token ids", "prompt") from None
+    if tokenizer is None:
+        raise RequestError("prompt: this model has no tokenizer; give token ids", "prompt")
+    return tokenizer.encode(prompt)
+
+
+class LLM:
+    """An engine in its own processes, used from one thread.
+
+        with LLM("demo", policy="refill") as llm:
+            for out in llm.generate(["12+30="], SamplingParams(max_tokens=8)):
+                print(out.text, out.exit_depths)
+
+    ``options`` are the command-line options with underscores. Raises ConfigError, ModelError, EngineDeadError.
+    """
+
+    def __init__(self, model: str = "demo", *, quiet: bool = False, **options: Any) -> None:
+        config = EngineConfig.from_values({"model": model, **options})
+        self._client = EngineClient(config)
+        try:
+            self._client.launch()
+            self.tokenizer = load_model_tokenizer(model)  # while the worker loads the weights
+            self.info = self._client.wait_ready()
+        except BaseException:
+            self._client.close()
+            raise
+        if not quiet:
+            print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Runs all prompts together; outputs in the order of the prompts.
+
+        Args:
+            prompts: texts or lists of token ids, or one of them.
+            params: for all prompts, or one for each.
+            progress: called with (finished, total) whenever a request has finished.
+
+        Raises RequestError, before anything runs where it can, and EngineDeadError when the engine is lost.
+        """
+        prompts = _as_list(prompts)
+        encoded, per_prompt = self._prepare(prompts, params)
+        outputs = [
+            RequestOutput(prompt if isinstance(prompt, str) else None, ids)
+            for prompt, ids in zip(prompts, encoded, strict=True)
+        ]
+        finished = 0
+        for index, delta in self._run(encoded, per_prompt):
+            outputs[index].append(delta)
+            if delta.finish_reason is not None:
+                finished += 1
+                if progress is not None:
+                    progress(finished, len(outputs))
+        return outputs
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[IndexedDelta]:
+        """The same as pieces, as they come. Closing the iterator aborts what still runs. Raises like generate."""
+        return self._run(*self._prepare(_as_list(prompts), params))
+
+    def health(self) -> EngineHealth:
+        self._client.poll()
+        return self._client.health()
+
+    def stats(self) -> dict[str, float]:
+        """The scheduler's counters since its start. Raises EngineDeadError."""
+        self._client.ask_stats()
+        while self._client.stats is None:
+            self._client.wait(0.1)
+            self._client.poll()
+            if self._client.failure is not None:
+                raise self._client.failure
+        return self._client.stats.values
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Token ids and parameters of every prompt, all of them checked."""
+        if params is None or isinstance(params, SamplingParams):
+            per_prompt = [params or SamplingParams()] * len(prompts)
+        else:
+            per_prompt = list(params)
+        if len(per_prompt) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(per_prompt)} params", "params")
+        encoded = [encode_prompt(p, own, self.tokenizer) for p, own in zip(prompts, per_prompt, strict=True)]
+        for ids, own in zip(encoded, per_prompt, strict=True):
+            self._client.check(ids, own)
+        return encoded, per_prompt
+
+    def _run(self, encoded: list[list[int]], per_prompt: list[SamplingParams]) -> Iterator[IndexedDelta]:
+        client, live = self._client, dict[int, tuple[int, OutputAssembler]]()
+        try:
+            for index, (ids, own) in enumerate(zip(encoded, per_prompt, strict=True)):
+                detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
+                assembler = OutputAssembler(str(index), detokenizer, own.stop, own.min_tokens)
+                live[client.submit(ids, own)] = (index, assembler)
+            while live:
+                client.wait(1.0)
+                for update in client.poll():
+                    if update.request_id not in live:
+                        continue
+                    index, assembler = live[update.request_id]
+                    if update.is_last:
+                        del live[update.request_id]
+                    if update.error is not None:
+                        raise update.error
+                    delta = assembler.push(update)
+                    if delta.finish_reason is not None and live.pop(update.request_id, None) is not None:
+                        client.abort(update.request_id)  # a stop string: the engine does not know
+                    yield IndexedDelta(index, delta)
+        finally:
+            for request_id in live:
+                client.abort(request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
