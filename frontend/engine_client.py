@@ -58,13 +58,6 @@ class LiveRequest:
     params: RequestParams
     generated: "array[int]" = field(default_factory=lambda: array("i"))
 
-    def finish_reason(self) -> str | None:
-        """Set when the tokens received already complete the request: only the notice got lost with the scheduler."""
-        count = len(self.generated)
-        if count and count >= self.params.min_tokens and self.generated[-1] in self.params.stop_token_ids:
-            return "stop"
-        return "length" if count >= self.params.max_tokens else None
-
 
 class EngineClient:
     """See the module docstring. Not thread-safe: one thread owns it."""
@@ -226,7 +219,7 @@ class EngineClient:
                 case SchedulerHeartbeat() as heartbeat:
                     self._monitor.heartbeat(heartbeat)
                 case EngineReady(info):
-                    self._on_ready(info, updates)
+                    self._on_ready(info)
                 case Rejected(request_id, reason, param):
                     if self._live.pop(request_id, None) is not None:
                         updates.append(Update(request_id, error=RequestError(reason, param)))
@@ -248,26 +241,16 @@ class EngineClient:
             Update(event.request_id, event.token_ids, event.exit_depths, event.finish_reason, event.stop_reason, error)
         )
 
-    def _on_ready(self, info: EngineInfo, updates: list[Update]) -> None:
-        try:
-            self._defaults = RequestDefaults(self.config, info)
-        except ConfigError as error:
-            self._fail(error, updates)
-            return
+    def _on_ready(self, info: EngineInfo) -> None:
         self.info = info
+        self._defaults = RequestDefaults(info, self.config.seed)
         self._last_words = None
         self._monitor.start()
         if self._ready:
             return  # a new worker under the scheduler that knows our requests
         self._ready = True
-        for request_id, live in list(self._live.items()):
-            reason = live.finish_reason()
-            if reason is None:
-                self._send_submit(request_id, live)
-                continue
-            del self._live[request_id]
-            stop_reason = live.generated[-1] if reason == "stop" else None
-            updates.append(Update(request_id, finish_reason=reason, stop_reason=stop_reason))
+        for request_id, live in self._live.items():
+            self._send_submit(request_id, live)
 
     # --- deaths and deadlines
 

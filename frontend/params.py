@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import ConfigError, RequestError
+from depthbatch.common.errors import RequestError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams
@@ -47,7 +46,7 @@ RANGES = {
     "min_loops": Range(int, 1, 255),
     "max_loops": Range(int, 1, 255),
     "num_loops": Range(int, 1, 255),
-    "priority": Range(int, -(2**31), 2**31 - 1),
+    "priority": Range(int, -(2**20) + 1, 2**20 - 1),
     "timeout_s": Range(float, 0.0, math.inf, low_open=True),
 }
 
@@ -134,26 +133,13 @@ class Depth(NamedTuple):
 
 
 class RequestDefaults:
-    """What the running engine gives to requests that do not say; built once, from its options and its own word.
+    """What the running engine gives to requests that do not say, and what it refuses."""
 
-    Raises ConfigError when an option asks for what the loaded model does not have.
-    """
-
-    def __init__(self, config: EngineConfig, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, seed: int) -> None:
+        """``seed``: the engine's, mixed with a request's number where the request names none."""
         self.info = info
-        self._seed = config.seed
+        self._seed = seed
         self._layout = KVLayout(info.kv_layout)
-        self.gate = info.default_gate if config.gate is None else GATE_BY_LABEL[config.gate]
-        if self.gate not in info.gates:
-            raise ConfigError(f"gate {self.gate.label} is not one of this model's: {_labels(info.gates)}")
-        if self.gate.may_exit_early and not self._layout.allows_early_exit:
-            if config.gate is not None:
-                raise ConfigError(f"kv_layout {info.kv_layout} cannot run gate {self.gate.label}")
-            self.gate = Gate.NONE
-        self.exit_threshold = info.default_threshold if config.exit_threshold is None else config.exit_threshold
-        self.min_loops = info.r_min if config.min_loops is None else config.min_loops
-        if not info.r_min <= self.min_loops <= info.r_max:
-            raise ConfigError(f"min_loops must be between {info.r_min} and {info.r_max}, not {self.min_loops}")
 
     def resolve(self, params: SamplingParams, prompt_tokens: int, ordinal: int) -> RequestParams:
         """Final parameters of a request with a prompt of ``prompt_tokens``; ``ordinal`` varies the default seed.
@@ -211,7 +197,7 @@ class RequestDefaults:
         if len(asked) > 1:
             raise RequestError("num_loops and exit_depths exclude each other", "num_loops")
         if params.gate is None:
-            return asked[0] if asked else self.gate
+            return asked[0] if asked else self.info.default_gate
         gate = GATE_BY_LABEL[params.gate]
         for other, param in ((Gate.FIXED, "num_loops"), (Gate.REPLAY, "exit_depths")):
             if gate is other and not implied[other]:
@@ -223,12 +209,12 @@ class RequestDefaults:
     def _depth(self, params: SamplingParams) -> Depth:
         info, gate = self.info, self._gate(params)
         param = {Gate.FIXED: "num_loops", Gate.REPLAY: "exit_depths"}.get(gate, "gate")
-        if gate not in (*info.gates, Gate.NONE, Gate.FIXED, Gate.REPLAY):
-            raise RequestError(f"gate {gate.label} is not one of this model's: {_labels(info.gates)}", "gate")
         if gate.may_exit_early and not self._layout.allows_early_exit:
             raise RequestError(
                 f"gate {gate.label} cannot run with kv_layout {info.kv_layout}: early exits leave holes in it", param
             )
+        if gate not in info.gates:
+            raise RequestError(f"gate {gate.label} is not one of this model's: {_labels(info.gates)}", param)
         for name in ("num_loops", "min_loops", "max_loops"):
             value = getattr(params, name)
             if value is not None and value > info.r_max:
@@ -254,13 +240,16 @@ class RequestDefaults:
                 raise RequestError(f"{name} has no effect with gate {gate.label}", name)
 
     def _gated_depth(self, params: SamplingParams, gate: Gate, max_loops: int) -> Depth:
-        default_min = min(self.min_loops, max_loops) if params.min_loops is None else params.min_loops
-        if params.min_loops is not None and not self.info.r_min <= params.min_loops <= max_loops:
+        r_min = self.info.r_min
+        if max_loops < r_min:
             raise RequestError(
-                f"min_loops must be between {self.info.r_min} and {max_loops}, not {params.min_loops}", "min_loops"
+                f"max_loops must be at least {r_min} with gate {gate.label}, not {max_loops}", "max_loops"
             )
-        threshold = self.exit_threshold if params.exit_threshold is None else params.exit_threshold
-        return Depth(gate, float(threshold), default_min, max_loops)
+        min_loops = r_min if params.min_loops is None else params.min_loops
+        if not r_min <= min_loops <= max_loops:
+            raise RequestError(f"min_loops must be between {r_min} and {max_loops}, not {min_loops}", "min_loops")
+        threshold = self.info.default_threshold if params.exit_threshold is None else params.exit_threshold
+        return Depth(gate, float(threshold), min_loops, max_loops)
 
 
 def check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
