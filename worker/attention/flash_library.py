@@ -18,7 +18,10 @@ from torch import Tensor
 class FlashLibrary(Protocol):
     """Paged attention over caches [blocks, block_size, Hkv, Dh] with int32 physical block tables."""
 
-    block_size: int
+    @property
+    def block_size(self) -> int:
+        """Tokens a page."""
+        ...
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor) -> Tensor:
         """q [B, H, Dh], contexts int32 [B] (tokens to attend to), table [B, max_blocks] -> [B, H, Dh]."""

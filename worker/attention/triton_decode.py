@@ -11,6 +11,9 @@ Cache layout: K and V ``[physical blocks, block_size, Hkv, Dh]``; the physical b
 ``block_tables[slot, j] * num_planes + plane``. Runs on a CPU under ``TRITON_INTERPRET=1``.
 """
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# (kernels are typed by Triton, at launch)
+
 import torch
 import triton
 import triton.language as tl
