@@ -1,0 +1,171 @@
+"""Any mix of requests, aborts, sizes and policies: answered once, nothing leaked, the tokens of the plain loop.
+
+The worker of these tests (scheduler_fakes.paged_worker) checks every frame and every read of every row, and the
+scheduler's full self-check runs after every operation; a pass means thousands of frames were right.
+"""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from depthbatch.common.gates import Gate
+from depthbatch.common.messages import RequestParams, Submit
+from depthbatch.scheduler.config import SchedulerConfig
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scheduler_fakes.lockstep import Lockstep
+from scheduler_fakes.paged_worker import plain_decode
+from scheduler_fakes.strategies import EARLY_GATES, VOCAB, configs, prompt_of, workloads
+
+QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def served_gate(submit: Submit, config: SchedulerConfig) -> Submit:
+    """cb runs requests whose depth may vary at full depth."""
+    if config.policy == "cb" and submit.params.gate.may_exit_early:
+        fields = {name: getattr(submit.params, name) for name in submit.params.__struct_fields__}
+        return Submit(submit.request_id, submit.prompt, RequestParams(**fields | {"gate": Gate.NONE}))
+    return submit
+
+
+@settings(QUICK, max_examples=250)
+@given(st.data())
+def test_every_request_gets_the_tokens_of_the_plain_loop(data: st.DataObject) -> None:
+    """The whole contract at once, without preemption so that depths are exact: tokens, exit depths and finish reason
+    of every request are those of a batch-1 loop, in every policy and async mode, for every gate, with results held
+    back at random. The fake cache remembers depths, so an exit one loop off changes all later tokens."""
+    config = data.draw(configs(preemption=("off",)))
+    harness = Lockstep(config)
+    rng = random.Random(data.draw(st.integers(0, 1000)))
+    requests = data.draw(workloads(config))
+    for submit in requests:
+        harness.submit(submit)
+    harness.run(hold=lambda: rng.random() < 0.6)
+    for submit in requests:
+        if submit.request_id in harness.rejected:
+            continue
+        answer = harness.answers[submit.request_id]
+        expected = plain_decode(prompt_of(submit), served_gate(submit, config).params, config, depth_sensitive=True)
+        assert (answer.tokens, answer.depths) == (expected.tokens, expected.depths)
+        assert answer.finish_reason == expected.finish_reason
+        assert answer.stop_reason == (answer.tokens[-1] if answer.finish_reason == "stop" else None)
+
+
+@settings(QUICK, max_examples=200)
+@given(st.data())
+def test_any_interleaving_ends_with_every_request_answered_once(data: st.DataObject) -> None:
+    """Submits and aborts at any time, results late, blocks scarce (preemption): each request ends exactly once,
+    unaborted ones with all their tokens, and nothing is left in a queue, a slot or a block. Tokens depend on the text
+    alone here, so recomputed sequences must still be those of the plain loop."""
+    config = data.draw(configs())
+    harness = Lockstep(config, depth_sensitive=False)
+    rng = random.Random(data.draw(st.integers(0, 1000)))
+    requests = data.draw(workloads(config))
+    todo, aborted = list(requests), set()
+    while todo:
+        match rng.randrange(5):
+            case 0:
+                harness.submit(todo.pop())
+            case 1 if harness.answers:
+                victim = rng.choice(sorted(harness.answers))
+                if rng.random() < 0.4 and harness.abort(victim):
+                    aborted.add(victim)
+            case 2 | 3:
+                harness.dispatch()
+            case _:
+                harness.complete()
+    harness.run(hold=lambda: rng.random() < 0.5)
+    assert set(harness.answers) | set(harness.rejected) == {submit.request_id for submit in requests}
+    for submit in requests:
+        if submit.request_id in harness.rejected:
+            continue
+        answer = harness.answers[submit.request_id]
+        expected = plain_decode(prompt_of(submit), submit.params, config, depth_sensitive=False)
+        if submit.request_id in aborted:
+            assert answer.finish_reason == "abort" and answer.tokens == expected.tokens[: len(answer.tokens)]
+        else:
+            assert (answer.tokens, answer.finish_reason) == (expected.tokens, expected.finish_reason)
+    values = harness.scheduler.stats()
+    assert values["kv_cache_usage_perc"] == 0.0 and values["num_requests_running"] == 0
+    assert values["generation_tokens_total"] == sum(len(answer.tokens) for answer in harness.answers.values())
+
+
+@settings(QUICK, max_examples=60)
+@given(st.data())
+def test_policies_agree_on_tokens_and_depths(data: st.DataObject) -> None:
+    """The order of stages must not change what a request gets. cb is part of it where no depth varies."""
+    config = data.draw(configs(preemption=("off",)))
+    full_depth = data.draw(st.booleans())
+    gates = (Gate.NONE, Gate.FIXED) if full_depth else EARLY_GATES
+    requests = data.draw(workloads(config, gates=gates))
+    answers = []
+    for policy in ("cb", "no-refill", "refill") if full_depth else ("no-refill", "refill"):
+        harness = Lockstep(replace(config, policy=policy))
+        for submit in requests:
+            harness.submit(submit)
+        harness.run()
+        answers.append(harness.answers)
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize("mode", ["off", "lookahead"])
+def test_ten_thousand_random_operations_end_with_everything_free(mode: str) -> None:
+    """Aborts in every state, twice, for unknown ids, with completions in flight; scarce blocks, all gates. The check
+    that free + held is the total runs inside, on every idle; here the counts are compared once more."""
+    rng = random.Random(7)
+    config = SchedulerConfig(
+        policy="refill",
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        min_free_slots=1,
+        min_coda_batch=3,
+        r_max=4,
+        block_size=4,
+        num_blocks=26,
+        max_model_len=40,
+        buckets=(1, 2, 4, 8),
+        vocab_size=VOCAB,
+        async_scheduling=mode,
+    )
+    harness = Lockstep(config, depth_sensitive=False, verify_every=7)
+    ids = 0
+    for _ in range(10_000):
+        draw = rng.random()
+        if draw < 0.06:
+            harness.submit(random_submit(rng, ids, config))
+            ids += 1
+        elif draw < 0.10 and ids:
+            harness.abort(rng.randrange(ids + 2))
+        elif draw < 0.55:
+            harness.dispatch()
+        else:
+            harness.complete()
+    harness.run()
+    scheduler = harness.scheduler
+    assert scheduler.admission.blocks.free == config.usable_blocks and scheduler.admission.slots.free == 8
+    assert all(answer.finish_reason is not None for answer in harness.answers.values())
+    assert scheduler.counters.preemptions > 10 and len(harness.answers) > 400 and harness.worker.mixed_depths >= 3
+    reasons = {answer.finish_reason for answer in harness.answers.values()}
+    assert reasons == {"stop", "length", "abort"}
+
+
+def random_submit(rng: random.Random, request_id: int, config: SchedulerConfig) -> Submit:
+    gate = rng.choice(list(Gate))
+    max_loops = rng.randint(1, config.r_max)
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+    return Submit(
+        request_id,
+        np.asarray(prompt, dtype=np.int32).tobytes(),
+        RequestParams(
+            max_tokens=rng.randint(1, 24),
+            stop_token_ids=(1, 2) if rng.random() < 0.5 else (),
+            seed=request_id,
+            gate=gate,
+            exit_threshold=0.5,
+            min_loops=max_loops if gate is Gate.FIXED else 1,
+            max_loops=max_loops,
+            exit_depths=bytes(rng.randint(1, 4) for _ in range(8)),
+            priority=rng.choice([0, 0, 1]),
+        ),
+    )

@@ -1,0 +1,269 @@
+"""A worker without tensors that believes nothing: it keeps what every block and slot holds and checks each frame.
+
+KV entries and work items are integers, hashed from what a row reads. A row that reads anything its own sequence did
+not write raises at once, so slots and blocks handed on too early cannot go unnoticed. Tokens are a function of the
+whole context, so a wrong token anywhere changes all later ones. ``plain_decode`` is the batch-1 reference: it has
+neither blocks, slots, stages nor batches.
+
+With ``depth_sensitive`` the cache remembers how deep each token went, as a real model's does; without it tokens depend
+on the text alone, so that recomputation (which prefills at full depth) leaves them the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from depthbatch.common.frames import ROW_AUX, ROW_POSITION, ROW_SLOT, SlotParam, Stage, split_prefill_frame
+from depthbatch.common.gates import Gate
+from depthbatch.common.messages import RequestParams, StageResult, Variant
+from depthbatch.scheduler.assembly import ScheduledStage
+from depthbatch.scheduler.config import SchedulerConfig
+
+
+def entry(token: int, position: int, depth: int) -> int:
+    """What the cache holds for a token."""
+    return hash((token, position, depth))
+
+
+def sample(context: Sequence[int], depth: int, vocab_size: int) -> int:
+    """The next token after a context of cache entries."""
+    return (hash((tuple(context), depth)) >> 7) % vocab_size
+
+
+def gate_fires(seed: int, position: int, loop: int) -> bool:
+    """The fake gate's decision at a loop."""
+    return hash((seed, position, loop, 17)) % 3 == 0
+
+
+def predicted_depth(seed: int, position: int) -> int:
+    """The fake pre-loop gate."""
+    return 1 + hash((seed, position, 23)) % 6
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a request must give when nothing interferes."""
+
+    tokens: list[int]
+    depths: list[int]
+    finish_reason: str
+
+
+def exit_depth(params: RequestParams, position: int, index: int) -> int:
+    """Depth of decode token ``index`` at ``position``, straight from the agreed semantics."""
+    gate = params.gate
+    if gate is Gate.REPLAY:
+        recorded = params.exit_depths
+        return min(recorded[index], params.max_loops) if index < len(recorded) else params.max_loops
+    if gate is Gate.PRELOOP:
+        return max(params.min_loops, min(predicted_depth(params.seed, position), params.max_loops))
+    if gate.decides_on_device and (gate is Gate.CONVERGENCE or params.exit_threshold < 1.0):
+        for loop in range(1, params.max_loops):
+            if loop + gate.delay >= params.min_loops and gate_fires(params.seed, position, loop):
+                return min(loop + gate.delay, params.max_loops)
+    return params.max_loops
+
+
+def plain_decode(
+    prompt: Sequence[int], params: RequestParams, config: SchedulerConfig, depth_sensitive: bool
+) -> Decoded:
+    """One sequence, one token at a time."""
+    keep = 1 if depth_sensitive else 0
+    context = [entry(token, position, keep * config.r_max) for position, token in enumerate(prompt)]
+    tokens, depths = [sample(context, keep * config.r_max, config.vocab_size)], [config.r_max]
+    limit = min(params.max_tokens, config.max_model_len - len(prompt))
+    while True:
+        if tokens[-1] in params.stop_token_ids and len(tokens) > params.min_tokens:
+            return Decoded(tokens, depths, "stop")
+        if len(tokens) >= limit:
+            return Decoded(tokens, depths, "length")
+        position = len(prompt) + len(tokens) - 1
+        depth = exit_depth(params, position, len(tokens) - 1)
+        context.append(entry(tokens[-1], position, keep * depth))
+        tokens.append(sample(context, keep * depth, config.vocab_size))
+        depths.append(depth)
+
+
+class Cell:
+    """One position of one block: who wrote it, for which position, and what."""
+
+    __slots__ = ("owner", "position", "value")
+
+    def __init__(self, owner: int, position: int, value: int) -> None:
+        self.owner, self.position, self.value = owner, position, value
+
+
+@dataclass
+class Slot:
+    """Device state of a slot."""
+
+    sequence: int = 0  # incarnation: a new one with every prefill from 0
+    expects: tuple[Stage, ...] = ()
+    prefilled: int = 0
+    token: int = -1
+    position: int = -1
+    loop: int = 0
+    context: list[int] = field(default_factory=list)
+    table: dict[int, int] = field(default_factory=dict)
+    params: np.ndarray | None = None
+
+
+class PagedWorker:
+    """Executes stages strictly in the order given."""
+
+    def __init__(self, config: SchedulerConfig, depth_sensitive: bool = True) -> None:
+        self.config = config
+        self.keep = 1 if depth_sensitive else 0
+        self.slots = [Slot() for _ in range(config.max_num_seqs + 1)]
+        self.cells: dict[tuple[int, int], Cell] = {}
+        self.sequences = 0
+        self.last_step_id = 0
+        self.core_rows = 0
+        self.mixed_depths = 0  # most different loops in one core batch
+
+    def execute(self, stage: ScheduledStage) -> StageResult:
+        header = stage.header
+        assert header.step_id == self.last_step_id + 1, "step ids are consecutive"
+        self.last_step_id = header.step_id
+        run = {
+            Stage.PREFILL: self._prefill,
+            Stage.PRELUDE: self._prelude,
+            Stage.CORE: self._core,
+            Stage.CODA: self._coda,
+        }[Stage(header.stage)]
+        if header.stage == Stage.PREFILL:
+            tokens, flags = run(stage)
+        else:
+            tokens, flags = run(stage, self._check_rows(stage))
+        return StageResult(
+            header.step_id,
+            0.0,
+            1e-3,
+            token_ids=np.asarray(tokens, dtype=np.int32).tobytes(),
+            flags=bytes(flags),
+        )
+
+    def _check_rows(self, stage: ScheduledStage) -> list[tuple[Slot, int, int]]:
+        """Frame invariants; returns (slot, position, aux) a row."""
+        header, frame, config = stage.header, stage.frame, self.config
+        assert frame.dtype == np.int32 and frame.flags.c_contiguous and frame.shape == (3, header.bucket)
+        assert header.bucket in config.buckets and 1 <= header.rows <= min(header.bucket, config.max_num_seqs)
+        assert not any(bucket >= header.rows for bucket in config.buckets if bucket < header.bucket)
+        assert not frame[:, header.rows :].any(), "padding rows are all zero"
+        assert stage.slot_params is None and header.n_slot_params == 0
+        slots = frame[ROW_SLOT, : header.rows].tolist()
+        assert len(set(slots)) == len(slots) and min(slots) >= 1 and max(slots) <= config.max_num_seqs
+        rows = []
+        for index, number in enumerate(slots):
+            slot = self.slots[number]
+            assert Stage(header.stage) in slot.expects, f"slot {number} expects {slot.expects}, got {header.stage}"
+            rows.append((slot, int(frame[ROW_POSITION, index]), int(frame[ROW_AUX, index])))
+        return rows
+
+    def _prefill(self, stage: ScheduledStage) -> tuple[list[int], list[int]]:
+        header, config = stage.header, self.config
+        frame = split_prefill_frame(stage.frame, header.rows, header.n_tokens, header.n_updates)
+        assert header.bucket == 0 and 1 <= header.n_tokens <= config.max_num_batched_tokens
+        slots = frame.slots.tolist()
+        assert len(set(slots)) == len(slots) and int(frame.lengths.sum()) == header.n_tokens
+        assert int(frame.lengths.min()) >= 1
+        self._take_params(stage, {s for s, start in zip(slots, frame.starts.tolist(), strict=True) if start == 0})
+        for number, index, block in frame.updates.tolist():
+            assert number in slots and 0 < block < config.num_blocks and index < config.max_blocks_per_seq
+            self.slots[number].table[index] = block
+        sampled, offset = [], 0
+        hot = False
+        for row, number in enumerate(slots):
+            slot, start, length = self.slots[number], int(frame.starts[row]), int(frame.lengths[row])
+            if start:
+                assert Stage.PREFILL in slot.expects and slot.prefilled == start, "chunks are consecutive"
+            else:
+                self.sequences += 1
+                slot.sequence, slot.prefilled = self.sequences, 0
+            for position, token in enumerate(frame.token_ids[offset : offset + length].tolist(), start=start):
+                self._write(slot, position, entry(token, position, self.keep * config.r_max))
+            offset += length
+            slot.prefilled = start + length
+            slot.expects = (Stage.PREFILL,)
+            if frame.sample[row]:
+                context = self._read(slot, slot.prefilled - 1)
+                slot.token = sample(context, self.keep * config.r_max, config.vocab_size)
+                slot.position = slot.prefilled
+                slot.expects = (Stage.PRELUDE,)
+                sampled.append(slot.token)
+                hot = hot or self._float(slot, SlotParam.TEMPERATURE) > 0
+        assert bool(header.variant & Variant.SAMPLE) == hot
+        return sampled, []
+
+    def _take_params(self, stage: ScheduledStage, fresh: set[int]) -> None:
+        params = stage.slot_params
+        given = set() if params is None else set(params[:, SlotParam.SLOT].tolist())
+        assert given == fresh and stage.header.n_slot_params == len(fresh), "parameters come with the first chunk"
+        if params is not None:
+            for row in params:
+                number = int(row[SlotParam.SLOT])
+                self.slots[number] = Slot(params=row.copy())  # whatever was here is gone
+
+    def _prelude(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
+        flags = []
+        for slot, position, block in rows:
+            assert position == slot.position, "positions are consecutive"
+            index = position // self.config.block_size
+            if block:
+                assert block < self.config.num_blocks
+                slot.table[index] = block
+            assert index in slot.table, "no block for the token's position"
+            slot.loop, slot.expects = 0, (Stage.CORE,)
+            flags.append(predicted_depth(self._seed(slot), position))
+        return [], flags
+
+    def _core(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
+        flags = []
+        self.core_rows += len(rows)
+        self.mixed_depths = max(self.mixed_depths, len({loop for _, _, loop in rows}))
+        gated = False
+        for slot, position, loop in rows:
+            assert position == slot.position and loop == slot.loop + 1 <= self.config.r_max
+            slot.loop = loop
+            self._write(slot, position, entry(slot.token, position, self.keep * loop))
+            slot.context = self._read(slot, position)
+            slot.expects = (Stage.CORE, Stage.CODA)
+            gate = Gate(int(slot.params[SlotParam.GATE]))
+            gated = gated or gate.decides_on_device
+            flags.append(int(gate_fires(self._seed(slot), position, loop)))
+        assert bool(stage.header.variant & Variant.GATES) == gated
+        return [], flags
+
+    def _coda(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
+        sampled = []
+        hot = False
+        for slot, position, depth in rows:
+            assert position == slot.position and depth == slot.loop
+            slot.token = sample(slot.context, self.keep * depth, self.config.vocab_size)
+            slot.position = position + 1
+            slot.expects = (Stage.PRELUDE,)
+            sampled.append(slot.token)
+            hot = hot or self._float(slot, SlotParam.TEMPERATURE) > 0
+        assert bool(stage.header.variant & Variant.SAMPLE) == hot
+        return sampled, []
+
+    def _write(self, slot: Slot, position: int, value: int) -> None:
+        size = self.config.block_size
+        self.cells[slot.table[position // size], position % size] = Cell(slot.sequence, position, value)
+
+    def _read(self, slot: Slot, last: int) -> list[int]:
+        """Entries of positions 0 .. last; every one must be this sequence's own."""
+        size, out = self.config.block_size, []
+        for position in range(last + 1):
+            cell = self.cells[slot.table[position // size], position % size]
+            assert cell.owner == slot.sequence and cell.position == position, "read what another sequence wrote"
+            out.append(cell.value)
+        return out
+
+    @staticmethod
+    def _seed(slot: Slot) -> int:
+        return int(slot.params[SlotParam.SEED_LOW])
+
+    @staticmethod
+    def _float(slot: Slot, column: SlotParam) -> float:
+        return float(slot.params.view(np.float32)[column])
