@@ -11,7 +11,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 
-POLICIES = ("refill", "no-refill", "cb")
+POLICIES = ("auto", "refill", "no-refill", "cb")
 ASYNC_MODES = ("off", "async", "lookahead")
 PREEMPTION = ("off", "recompute")
 
@@ -127,12 +127,13 @@ _HINTS = typing.get_type_hints(EngineConfig)
 # --- the four sources, weakest first: defaults, TOML file, environment, command line
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for every field but ``model``, and --config. An option that is not given leaves no attribute."""
+def add_config_arguments(parser: argparse.ArgumentParser, names: Collection[str] = ()) -> None:
+    """Adds --config and an option for every field (or those of ``names``) but ``model``. An option that is not given
+    leaves no attribute."""
     parser.add_argument("--config", metavar="FILE.toml", help="options from a TOML file, by name")
     group = parser.add_argument_group("engine options")
     for name, entry in FIELDS.items():
-        if name == "model":
+        if name == "model" or (names and name not in names):
             continue
         default = "" if entry.default is None else f" (default {entry.default})"
         choices = entry.metadata["choices"]

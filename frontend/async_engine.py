@@ -85,7 +85,7 @@ class AsyncEngine:
             self.tokenizer = await self._in_encoder(load_model_tokenizer, self.config.model)
             while self._client.info is None:
                 self._raise_failure()
-                await self._poll_once()
+                await self._next_news()
             self._raise_failure()
         except BaseException:
             await self.close()
@@ -133,8 +133,17 @@ class AsyncEngine:
         self._after_send()
         while self._client.stats is None:
             self._raise_failure()
-            await self._poll_once()
+            await self._next_news()
         return self._client.stats.values
+
+    async def wait_failed_or(self, stop: asyncio.Event) -> None:
+        """Returns once ``stop`` is set; raises the engine's failure if that comes first."""
+        while not stop.is_set():
+            self._raise_failure()
+            waiters = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._next_news())]
+            _, pending = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+            for waiter in pending:
+                waiter.cancel()
 
     # --- requests
 
@@ -233,7 +242,7 @@ class AsyncEngine:
             self._pump_is_due = True
             asyncio.get_running_loop().call_soon(self._pump)
 
-    async def _poll_once(self) -> None:
+    async def _next_news(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 

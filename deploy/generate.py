@@ -1,0 +1,164 @@
+"""``depthbatch generate``: prompts in, text out, the depth of every token shown. One engine, all prompts together."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from depthbatch.common.config import add_config_arguments, config_from_sources, to_toml
+from depthbatch.common.errors import RequestError
+from depthbatch.frontend.llm import LLM, Prompt
+from depthbatch.frontend.output import OutputDelta, RequestOutput
+from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.tokenizer import Tokenizer
+
+DEMO_PROMPTS = (
+    "12+30=",
+    "say kq7x=",
+    "347,348,",
+    "58+67=",
+    "qd dc cb ba a7 mk kh hf f2 zu ux x5 ?bd=",
+)
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+CONTROLS = {ord("\r"): "", **{code: "\ufffd" for code in (*range(0x20), 0x7F) if chr(code) not in "\n\t\r"}}
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Prompts, per-request parameters and every engine option."""
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
+    parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    parser.add_argument("-f", "--file", metavar="FILE", help="one prompt a line")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt")
+    parser.add_argument("--no-depths", action="store_true", help="text alone")
+    parser.add_argument("--print-config", action="store_true", help="print the engine's options and stop")
+    group = parser.add_argument_group("request")
+    group.add_argument("--max-tokens", type=int, default=32, help="longest output (default 32)")
+    group.add_argument("--min-tokens", type=int, default=0, help="shortest output (default 0)")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
+    group.add_argument("--top-p", type=float, default=1.0, help="nucleus (default 1, off)")
+    group.add_argument("--top-k", type=int, default=0, help="most likely tokens (default 0, off)")
+    group.add_argument("--min-p", type=float, default=0.0, help="share of the likeliest (default 0, off)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
+    group.add_argument("--num-loops", type=int, help="every token at this depth")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after an end of sequence")
+    add_config_arguments(parser)
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Raises DepthbatchError on anything the user can put right."""
+    config = config_from_sources(args, model=args.model)
+    if args.print_config:
+        print(to_toml(config))
+        return 0
+    texts = _prompts(args)
+    params = _sampling_params(args)
+    with LLM(**dataclasses.asdict(config)) as llm:
+        prompts = [_prompt(text, llm.tokenizer) for text in texts]
+        if args.json:
+            for output in llm.generate(prompts, params):
+                print(json.dumps(_as_json(output), ensure_ascii=False), flush=True)
+        else:
+            _stream(llm, texts, prompts, params, not args.no_depths)
+    return 0
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    engine_options = ("seed", "exit_threshold", "min_loops", "max_loops", "gate")  # given there, they are the defaults
+    return SamplingParams(
+        **{name: getattr(args, name) for name in names if name in args and name not in engine_options}
+    )
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    texts = list(args.prompt or ())
+    if args.file is not None:
+        try:
+            texts += Path(args.file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"cannot read {args.file}: {error}") from None
+    if not texts and args.prompt is None and args.file is None and args.model == "demo":
+        texts = list(DEMO_PROMPTS)
+    if not texts:
+        raise RequestError("no prompt: give -p TEXT or -f FILE")
+    return texts
+
+
+def _prompt(text: str, tokenizer: Tokenizer | None) -> Prompt:
+    """The text, or for a model without a tokenizer the token ids in it."""
+    if tokenizer is not None:
+        return text
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise RequestError(f"prompt {text!r}: this model has no tokenizer; give token ids, '5 17 3'") from None
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    return {**dataclasses.asdict(output), "mean_exit_depth": round(output.mean_exit_depth, 4)}
+
+
+# --- streaming to a terminal
+
+
+class PromptView:
+    """One prompt's output as it is shown: the text, the depth of its tokens in superscript behind it."""
+
+    def __init__(self, text: str, show_depths: bool, r_max: int, styled: bool) -> None:
+        self._show_depths = show_depths
+        self._r_max = r_max
+        self._dim, self._plain = ("\x1b[36m", "\x1b[0m") if styled else ("", "")
+        self._waiting: list[int] = []  # depths of tokens whose text has not come out yet
+        self._output = RequestOutput(text, [])
+        self.finished = False
+        bold = "\x1b[1m" if styled else ""
+        self.shown = f"{bold}{text.translate(CONTROLS)}{self._plain} "  # what the terminal holds or will hold
+
+    def add(self, delta: OutputDelta, has_text: bool) -> str:
+        """The characters that a delta adds."""
+        self._output.append(delta)
+        self._waiting += delta.exit_depths
+        text = delta.text.translate(CONTROLS) if has_text else "".join(f" {token}" for token in delta.token_ids)
+        added = text
+        if text and self._show_depths:
+            added += f"{self._dim}{','.join(map(str, self._waiting)).translate(SUPERSCRIPTS)}{self._plain}"
+        if text:
+            self._waiting = []
+        if delta.finish_reason is not None:
+            self.finished = True
+            added += self._summary() + "\n"
+        self.shown += added
+        return added
+
+    def _summary(self) -> str:
+        output = self._output
+        if not self._show_depths:
+            return ""
+        return (
+            f"   {self._dim}[{len(output.token_ids)} tokens, mean depth {output.mean_exit_depth:.2f} of {self._r_max}, "
+            f"{output.finish_reason}]{self._plain}"
+        )
+
+
+def _stream(
+    llm: LLM,
+    texts: list[str],
+    prompts: list[Prompt],
+    params: SamplingParams,
+    show_depths: bool,
+    out: TextIO = sys.stdout,
+) -> None:
+    """Prints prompt after prompt; all decode together, the first unfinished one is on the screen as it grows."""
+    views = [PromptView(text, show_depths, llm.info.r_max, out.isatty()) for text in texts]
+    current = 0
+    print(views[0].shown, end="", file=out, flush=True)
+    for index, delta in llm.stream(prompts, params):
+        added = views[index].add(delta, llm.tokenizer is not None)
+        if index == current:
+            print(added, end="", file=out, flush=True)
+        while current < len(views) and views[current].finished:
+            current += 1
+            if current < len(views):
+                print(views[current].shown, end="", file=out, flush=True)

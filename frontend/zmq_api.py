@@ -1,0 +1,194 @@
+"""The native API: a ROUTER at RUN_DIR/api, msgpack maps in and out (docs/zmq-api.md).
+
+Every submit gets ``tokens`` messages and exactly one terminal one, ``finished`` or ``error``. Bytes that are no request
+get a typed error and are counted. Ids are the client's and only looked up together with its connection.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+from depthbatch.common.errors import DecodeError, DepthbatchError, RequestError
+from depthbatch.common.logging import get_logger
+from depthbatch.common.transport import Received, Router
+from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.output import OutputDelta
+from depthbatch.frontend.params import SamplingParams
+
+log = get_logger("zmq_api")
+
+ClientId = str | int
+
+
+class _Verb(msgspec.Struct, frozen=True, tag_field="verb", forbid_unknown_fields=True):
+    """Base of all requests: a map whose ``verb`` says which one it is."""
+
+
+class SubmitVerb(_Verb, frozen=True, tag="submit"):
+    id: ClientId
+    prompt: str | list[int]
+    params: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it): fields of SamplingParams
+
+
+class AbortVerb(_Verb, frozen=True, tag="abort"):
+    id: ClientId
+
+
+class StatsVerb(_Verb, frozen=True, tag="stats"):
+    pass
+
+
+class HealthVerb(_Verb, frozen=True, tag="health"):
+    pass
+
+
+ApiRequest = SubmitVerb | AbortVerb | StatsVerb | HealthVerb
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Key(NamedTuple):
+    """A client's request: its connection and its own id."""
+
+    peer: bytes
+    id: ClientId
+
+
+class ApiRouter(Router):
+    """The socket; what is no request is answered at once."""
+
+    def reply(self, peer: bytes, **fields: Any) -> bool:
+        """Sends one map; False when the client has gone."""
+        return self.send_bytes(peer, _encode(fields))
+
+    def on_decode_error(self, peer: bytes, error: DecodeError) -> None:
+        self.reply(peer, type="error", id=None, error="decode", message=str(error), param=None)
+
+
+class ZmqApi:
+    """Serves an AsyncEngine on one socket, inside its event loop, until closed."""
+
+    def __init__(self, engine: AsyncEngine, address: str) -> None:
+        self._engine = engine
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = ApiRouter(self._context, address, ApiRequest)
+        self._streams: dict[Key, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(self._router.socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._receive)
+        self._ticker = self._loop.create_task(self._tick())
+
+    @property
+    def decode_errors(self) -> int:
+        """Messages that were no request."""
+        return self._router.decode_errors
+
+    async def close(self) -> None:
+        """Aborts what runs; every stream still gets its terminal message."""
+        self._loop.remove_reader(self._descriptor)
+        for task in (self._ticker, *self._streams.values(), *self._tasks):
+            task.cancel()
+        await asyncio.gather(self._ticker, *self._streams.values(), *self._tasks, return_exceptions=True)
+        self._router.close()
+        self._context.term()
+
+    async def _tick(self) -> None:
+        """The socket's descriptor only signals changes; this is the net under a missed one."""
+        while True:
+            await asyncio.sleep(0.1)
+            self._receive()
+
+    def _receive(self) -> None:
+        while (received := self._router.receive()) is not None:
+            self._dispatch(received)
+
+    def _dispatch(self, received: Received) -> None:
+        peer = received.peer
+        match received.message:
+            case SubmitVerb() as verb:
+                self._submit(Key(peer, verb.id), verb)
+            case AbortVerb(client_id):
+                stream = self._streams.get(Key(peer, client_id))
+                if stream is not None:
+                    stream.cancel()
+                self._router.reply(peer, type="aborted", id=client_id, known=stream is not None)
+            case StatsVerb():
+                task = self._loop.create_task(self._stats(peer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case HealthVerb():
+                self._router.reply(peer, type="health", **dataclasses.asdict(self._engine.health()))
+
+    def _submit(self, key: Key, verb: SubmitVerb) -> None:
+        if key in self._streams:
+            error = RequestError(f"id {verb.id!r} is in use by this client", "id")
+            self._router.reply(key.peer, **_error_fields(key, error))
+            return
+        task = self._loop.create_task(self._stream(key, verb))
+        self._streams[key] = task
+        task.add_done_callback(lambda _: self._streams.pop(key, None))
+
+    async def _stream(self, key: Key, verb: SubmitVerb) -> None:
+        """One request from submit to its terminal message."""
+        try:
+            unknown = verb.params.keys() - _FIELDS
+            if unknown:
+                raise RequestError(f"unknown parameter {min(unknown)!r}", min(unknown))
+            async with aclosing(self._engine.generate(verb.prompt, SamplingParams(**verb.params))) as deltas:
+                await self._send_deltas(key, deltas)
+        except asyncio.CancelledError:
+            self._router.reply(key.peer, type="finished", id=key.id, finish_reason="abort", stop_reason=None)
+        except DepthbatchError as error:
+            self._router.reply(key.peer, **_error_fields(key, error))
+        except Exception as error:
+            log.exception("a request failed")
+            self._router.reply(key.peer, **_error_fields(key, error))
+
+    async def _send_deltas(self, key: Key, deltas: AsyncGenerator[OutputDelta, None]) -> None:
+        """Returns early when the client has gone: leaving closes the generator, which aborts the request."""
+        async for delta in deltas:
+            there = True
+            if delta.token_ids or delta.text:
+                there = self._router.reply(
+                    key.peer,
+                    type="tokens",
+                    id=key.id,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    exit_depths=delta.exit_depths,
+                )
+            if delta.finish_reason is not None:
+                self._router.reply(
+                    key.peer,
+                    type="finished",
+                    id=key.id,
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+            if not there:
+                return
+
+    async def _stats(self, peer: bytes) -> None:
+        try:
+            values = await self._engine.stats()
+        except DepthbatchError as error:
+            self._router.reply(peer, **_error_fields(Key(peer, ""), error) | {"id": None})
+            return
+        self._router.reply(peer, type="stats", values={**values, "api_decode_errors": self.decode_errors})
+
+
+def _error_fields(key: Key, error: Exception) -> dict[str, Any]:
+    is_request = isinstance(error, RequestError)
+    return {
+        "type": "error",
+        "id": key.id,
+        "error": "request" if is_request else "engine",
+        "message": str(error),
+        "param": error.param if isinstance(error, RequestError) else None,
+    }
