@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
-from depthbatch.common.frames import PrefillFrame
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
@@ -24,6 +23,7 @@ from depthbatch.worker.device import free_memory, resolve_device, set_threads
 from depthbatch.worker.loader import load_model
 from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
+from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.runner import Runner
 from depthbatch.worker.slots import SlotState
 from depthbatch.worker.stages import Sampler, Stages
@@ -172,12 +172,12 @@ def warm_up(stages: Stages, device: torch.device, name: str) -> None:
     Raises ModelError when the model's logits or gate are not finite.
     """
     greedy = Sampler(sample=False, filtered=False)
-    lengths = np.array([WARM_UP_TOKENS], np.int32)
-    zero, none = np.zeros(1, np.int32), np.empty((0, 3), np.int32)
+    prompt = np.zeros(4 + WARM_UP_TOKENS, np.int32)
+    prompt[2:4] = WARM_UP_TOKENS, 1  # one sequence of slot 0 from position 0, which is sampled
     buffers = DecodeBuffers(1, device)
     spec = stages.model.spec
     with torch.inference_mode():
-        stages.prefill(PrefillFrame(zero, zero, lengths, zero + 1, np.zeros(WARM_UP_TOKENS, np.int32), none), greedy)
+        stages.prefill(PrefillInput.upload(prompt, WARM_UP_TOKENS, 0, device), greedy)
         buffers.fill(np.array([0, WARM_UP_TOKENS, 0], np.int32))
         stages.prelude(buffers)
         buffers.fill(np.array([0, WARM_UP_TOKENS, 1], np.int32))

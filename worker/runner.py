@@ -8,10 +8,11 @@ import time
 import numpy as np
 import numpy.typing as npt
 import torch
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, split_prefill_frame
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageLimits, check_stage
+from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
 from depthbatch.worker.stages import Sampler, Stages
 
@@ -53,6 +54,9 @@ class Runner:
 
     def _set_params(self, rows: Int32Array) -> None:
         self.stages.slots.set_params(torch.tensor(rows, device=self._device))
+        self._note_filters(rows)
+
+    def _note_filters(self, rows: Int32Array) -> None:
         floats = rows.view(np.float32)
         self._filtered[rows[:, SlotParam.SLOT]] = (
             (rows[:, SlotParam.TOP_K] > 0) | (floats[:, SlotParam.TOP_P] < 1.0) | (floats[:, SlotParam.MIN_P] > 0.0)
@@ -66,8 +70,8 @@ class Runner:
     def _execute(self, header: StageBatch, frame: Int32Array) -> StageOutput:
         stage, rows = Stage(header.stage), header.rows
         if stage is Stage.PREFILL:
-            parts = split_prefill_frame(frame, rows, header.n_tokens, header.n_updates)
-            tokens = self.stages.prefill(parts, self._sampler(header, parts.slots))
+            chunks = PrefillInput.upload(frame, header.n_tokens, header.n_updates, self._device)
+            tokens = self.stages.prefill(chunks, self._sampler(header, frame[:rows]))
             return StageOutput(tokens.cpu().numpy(), NO_FLAGS)
         buffers = self._buffers[stage, header.bucket]
         buffers.fill(frame)

@@ -7,13 +7,13 @@ every decode stage can be captured as it stands. Knows nothing of messages, requ
 from typing import NamedTuple
 
 import torch
-from depthbatch.common.frames import PrefillFrame
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows, Rotation
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.gates import Hazard, gate_step
 from depthbatch.worker.models.interface import LoopedModel
 from depthbatch.worker.planes import fill_of, needs_fill, planes_of
+from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.sampling import greedy_tokens, sample_tokens
 from depthbatch.worker.slots import SlotParams, SlotState
 from torch import Tensor
@@ -119,57 +119,28 @@ class Stages:
         rows = DecodeRows(buffers.slots, buffers.positions, buffers.planes, self.slots.block_table)
         return DecodeAttention(self.backend, rows)
 
-    def prefill(self, frame: PrefillFrame, sampler: Sampler) -> Tensor:
-        """Runs packed prompt chunks at full depth through every plane; the tokens of the chunks with sample = 1, int32.
-
-        The frame lies on the host; counts and offsets are taken there, so nothing waits for the device.
-        """
-        device = self.slots.token.device
-        updates = torch.tensor(frame.updates, device=device)
-        self.slots.put_blocks(updates[:, 0].long(), updates[:, 1].long(), updates[:, 2])
-        rows = prefill_rows(frame, self.slots.block_table)
+    def prefill(self, chunks: PrefillInput, sampler: Sampler) -> Tensor:
+        """Runs packed prompt chunks at full depth through every plane; the tokens of those that end here, int32."""
+        self.slots.put_blocks(chunks.updates[:, 0].long(), chunks.updates[:, 1].long(), chunks.updates[:, 2])
+        rows = chunks.rows(self.slots.block_table)
         seeds = self.slots.gather_params(rows.token_slots.long()).state_seed
         attend = PrefillAttention(self.backend, rows)
-        item = self.model.prelude(torch.tensor(frame.token_ids, device=device), rows.positions, seeds, attend)
+        item = self.model.prelude(chunks.token_ids, rows.positions, seeds, attend)
         for loop in range(1, self.r_max + 1):
             loops = torch.full_like(rows.positions, loop)
             attend = PrefillAttention(self.backend, rows._replace(plane=self.layout.plane(loop)))
             item = self.model.core(item, rows.positions, loops, attend)
         hidden = self.model.coda(item, rows.positions, PrefillAttention(self.backend, rows))
-        return self._first_tokens(frame, hidden, sampler)
+        return self._first_tokens(chunks, hidden, sampler)
 
-    def _first_tokens(self, frame: PrefillFrame, hidden: Tensor, sampler: Sampler) -> Tensor:
+    def _first_tokens(self, chunks: PrefillInput, hidden: Tensor, sampler: Sampler) -> Tensor:
         """Tokens after the chunks that end their prompts, from hidden [N, D]: logits at those last positions only."""
-        device = hidden.device
-        ends = frame.lengths.cumsum()[frame.sample == 1]
-        slots = torch.tensor(frame.slots[frame.sample == 1], device=device).long()
-        positions = torch.tensor((frame.starts + frame.lengths)[frame.sample == 1], device=device)
-        if not len(ends):
-            return positions
-        last = hidden.index_select(0, torch.tensor(ends - 1, device=device))
-        tokens = sampler(self.model.logits(last), self.slots.gather_params(slots), positions)
+        if not len(chunks.sampled):
+            return chunks.sampled
+        sampled = chunks.sampled.long()
+        last = chunks.lengths.cumsum(0)[sampled] - 1
+        slots, positions = chunks.slots[sampled].long(), (chunks.starts + chunks.lengths)[sampled]
+        logits = self.model.logits(hidden.index_select(0, last))
+        tokens = sampler(logits, self.slots.gather_params(slots), positions)
         self.slots.token.index_copy_(0, slots, tokens)
         return tokens
-
-
-def prefill_rows(frame: PrefillFrame, block_table: Tensor) -> PrefillRows:
-    """Where every token of a prefill frame belongs, at plane 0."""
-    device = block_table.device
-    slots, starts, lengths = (torch.tensor(part) for part in (frame.slots, frame.starts, frame.lengths))
-    cu_lengths = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_lengths[1:])
-    count = len(frame.token_ids)
-    offsets = (starts - cu_lengths[:-1]).repeat_interleave(lengths, output_size=count)
-    positions = torch.arange(count, dtype=torch.int32) + offsets
-    return PrefillRows(
-        slots=slots.to(device),
-        starts=starts.to(device),
-        lengths=lengths.to(device),
-        cu_lengths=cu_lengths.to(device),
-        token_slots=slots.repeat_interleave(lengths, output_size=count).to(device),
-        positions=positions.to(device),
-        plane=0,
-        block_tables=block_table,
-        starts_host=tuple(frame.starts.tolist()),
-        lengths_host=tuple(frame.lengths.tolist()),
-    )

@@ -1,0 +1,109 @@
+"""An accelerator as three ordered lanes of work and marks between them; the CUDA one is at the end.
+
+``upload`` moves inputs, ``compute`` runs stages, ``download`` moves results. Work on one lane runs in order; lanes run
+at the same time unless one is told to wait for a mark of another. The interface is this small so that a test can stand
+in an accelerator that interleaves lanes as adversely as the rules allow.
+"""
+
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], object]
+
+
+class Lane(IntEnum):
+    """The streams."""
+
+    UPLOAD = 0
+    COMPUTE = 1
+    DOWNLOAD = 2
+
+
+class Mark(Protocol):
+    """A point on a lane. Opaque to everyone but its accelerator."""
+
+
+class Accelerator(Protocol):
+    """What the overlapped runner needs of a device."""
+
+    device: torch.device
+
+    def host_buffer(self, words: int) -> Tensor:
+        """int32 [words] on the host, fit for asynchronous copies."""
+        ...
+
+    def submit(self, lane: Lane, work: Work) -> None:
+        """Runs ``work`` on ``lane`` after all that the lane holds; returns at once."""
+        ...
+
+    def mark(self, lane: Lane) -> Mark:
+        """The point behind all that ``lane`` holds now."""
+        ...
+
+    def wait_on_lane(self, lane: Lane, mark: Mark) -> None:
+        """Later work of ``lane`` runs after ``mark`` has passed."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Blocks the host until ``mark`` has passed, without spinning."""
+        ...
+
+    def passed_s(self, mark: Mark) -> float:
+        """When a passed mark passed, in seconds on the worker's clock (time.monotonic)."""
+        ...
+
+    def capture(self, work: Work) -> Work:
+        """A replay of ``work`` over the same addresses; ``work`` may hold no synchronisation."""
+        ...
+
+
+class CudaAccelerator:
+    """Streams, events and graphs of one GPU. All graphs share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = [torch.cuda.Stream(device) for _ in Lane]  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._origin.record(torch.cuda.current_stream(device))
+        self._origin.synchronize()
+        self._origin_s = time.monotonic()
+
+    def host_buffer(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int32, pin_memory=True)
+
+    def submit(self, lane: Lane, work: Work) -> None:
+        with torch.cuda.stream(self._streams[lane]):
+            work()
+
+    def mark(self, lane: Lane) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._streams[lane])
+        return event
+
+    def wait_on_lane(self, lane: Lane, mark: Mark) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        self._streams[lane].wait_event(mark)
+
+    def wait(self, mark: Mark) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        mark.synchronize()
+
+    def passed_s(self, mark: Mark) -> float:
+        assert isinstance(mark, torch.cuda.Event)
+        return self._origin_s + float(self._origin.elapsed_time(mark)) / 1e3
+
+    def capture(self, work: Work) -> Work:
+        stream = self._streams[Lane.COMPUTE]
+        with torch.cuda.stream(stream):
+            work()  # libraries allocate their workspaces before the capture, not in it
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            work()
+        return graph.replay
