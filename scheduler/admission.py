@@ -32,12 +32,14 @@ class Admission:
     def num_active(self) -> int:
         return self.slots.total - self.slots.free
 
-    def can_prefill(self) -> bool:
-        """Independent of how many requests wait: only the head is looked at."""
+    def can_prefill(self, min_free_slots: int | None = None) -> bool:
+        """Independent of how many requests wait: only the head is looked at. ``min_free_slots``: S, if not the
+        configured one."""
         if self.partial is not None:
             return True
+        needed = self._config.min_free_slots if min_free_slots is None else min_free_slots
         head = self.waiting.head()
-        return head is not None and self.slots.free >= self._config.min_free_slots and self._has_blocks(head)
+        return head is not None and self.slots.free >= needed and self._has_blocks(head)
 
     def pack(self) -> list[PrefillChunk]:
         """Up to M prompt tokens in arrival order; the caller has checked can_prefill."""

@@ -10,12 +10,13 @@ from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.messages import Rejected, StageBatch, StageResult, Submit, TokenEvent, Variant
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.assembly import ScheduledStage, decode_frame, prefill_frame, slot_param_frame
+from depthbatch.scheduler.choice import make_policy
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
-from depthbatch.scheduler.policies import Move, Policy, make_policy
+from depthbatch.scheduler.policies import Move, Policy
 from depthbatch.scheduler.requests import Request, State
-from depthbatch.scheduler.rows import DECODE, EXITED, READY, SlotArray
+from depthbatch.scheduler.rows import DECODE, EXITED, READY, ReadyRows, SlotArray
 from depthbatch.scheduler.selfcheck import check_idle, check_ownership
 from depthbatch.scheduler.validation import make_request
 
@@ -26,12 +27,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
         self.config = config
         self.counters = Counters(config.max_num_seqs, config.r_max)
-        self.policy = policy or make_policy(config.policy, config.min_coda_batch)
+        self.policy = policy or make_policy(config)
         self.admission = Admission(config)
         self.rows = self.admission.rows
         self._requests: dict[int, Request] = {}
         self._in_flight = InFlight(config)
-        self._view = _View(self.admission)
+        self._view = _View(self.admission, self._in_flight)
         self._events: list[TokenEvent] = []  # terminal events that no result brings
         self._unsettled: dict[int, Request] = {}  # preempted while tokens were in flight
         self._bucket_of = _bucket_table(config)
@@ -92,6 +93,8 @@ class Scheduler:
             self.counters.stale_results += 1
             return self.drain_events()
         self.counters.retired(step.stage, result)
+        if self.policy.learns:
+            self.policy.observe(step, result.end_s - result.start_s)
         if step.decides:
             self._apply_flags(step, result.flags)
         if step.requests:
@@ -185,7 +188,10 @@ class Scheduler:
         if gated:
             step.loops, step.epochs = loops, rows.epoch.take(slots)
             step.blocks_next = rows.any_of("own", slots) and self._awaits_own(slots, loops)
-        frame = decode_frame(slots, rows.position.take(slots), loops, self._bucket_of[slots.size])
+        positions = rows.position.take(slots)
+        if self.policy.learns:
+            step.tokens = int(positions.sum()) + slots.size
+        frame = decode_frame(slots, positions, loops, self._bucket_of[slots.size])
         return self._send(step, frame, Variant.GATES if gated else 0)
 
     def _awaits_own(self, slots: SlotArray, loops: Int32Array) -> bool:
@@ -241,7 +247,7 @@ class Scheduler:
         step = InFlightStep(self._take_step_id(), Stage.PREFILL, slots, now)
         step.requests = tuple(finished)
         step.depths = (self.config.r_max,) * len(finished)
-        n_tokens = sum(chunk.length for chunk in chunks)
+        step.tokens = n_tokens = sum(chunk.length for chunk in chunks)
         self.counters.prompt_tokens += n_tokens
         header = StageBatch(
             step.step_id,
@@ -384,8 +390,9 @@ class Scheduler:
 class _View:
     """The policies' QueueView over the live state."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, in_flight: InFlight) -> None:
         self._admission = admission
+        self._in_flight = in_flight
         self._rows = admission.rows
         self.width = admission.slots.total
 
@@ -409,8 +416,15 @@ class _View:
     def q_c(self) -> int:
         return self._rows.count[EXITED]
 
-    def can_prefill(self) -> bool:
-        return self._admission.can_prefill()
+    @property
+    def informed(self) -> bool:
+        return not (self._rows.active_with["gated"] and self._in_flight.cores)
+
+    def can_prefill(self, min_free_slots: int | None = None) -> bool:
+        return self._admission.can_prefill(min_free_slots)
+
+    def ready_rows(self) -> ReadyRows:
+        return self._rows.ready_rows()
 
     def next_exits(self) -> int:
         return self._rows.next_exits()

@@ -21,6 +21,7 @@ class InFlightStep:
     blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
     loops: Int32Array | None = None  # core with gates: loop of each row
     epochs: SlotArray | None = None  # steps that decide: epoch of each row
+    tokens: int = 0  # prompt tokens of a prefill; context tokens of a core step under a policy that learns
     requests: tuple[Request, ...] = ()  # one a sampled token
     depths: tuple[int, ...] = ()  # exit depth of each sampled token
 
@@ -42,6 +43,11 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def cores(self) -> int:
+        """Core steps among them."""
+        return self._cores
 
     def full(self) -> bool:
         """True when no stage may be chosen before the next result."""

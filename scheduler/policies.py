@@ -4,6 +4,8 @@ from enum import Enum
 from typing import Protocol
 
 from depthbatch.common.frames import Stage
+from depthbatch.scheduler.inflight import InFlightStep
+from depthbatch.scheduler.rows import ReadyRows
 
 
 class Move(Enum):
@@ -47,8 +49,17 @@ class QueueView(Protocol):
         """Exited rows waiting for coda."""
         ...
 
-    def can_prefill(self) -> bool:
-        """CanPrefill of scheduling.md."""
+    @property
+    def informed(self) -> bool:
+        """False when a core step is in flight whose flags will say more of the next exits."""
+        ...
+
+    def can_prefill(self, min_free_slots: int | None = None) -> bool:
+        """CanPrefill of scheduling.md; with another S than the configured one, if given."""
+        ...
+
+    def ready_rows(self) -> ReadyRows:
+        """Loops of the rows of Q_R, and which of them certainly exit at their next one."""
         ...
 
     def next_exits(self) -> int:
@@ -60,14 +71,27 @@ class Policy(Protocol):
     """One decision: the next move, or None when nothing can run."""
 
     full_depth: bool  # True: gates and recorded depths are not used, every token runs its max_loops
+    learns: bool  # True: wants to observe retired stages, context tokens included
 
     def choose(self, view: QueueView) -> Move | None: ...
 
+    def observe(self, step: InFlightStep, seconds: float) -> None:
+        """A stage has retired; it took ``seconds`` on the worker's clock."""
+        ...
 
-class NoRefill:
-    """Algorithm 1: all permitted prefills, then one cohort through prelude, shrinking core steps and one coda."""
+
+class _FixedPolicy:
+    """Learns nothing."""
 
     full_depth = False
+    learns = False
+
+    def observe(self, step: InFlightStep, seconds: float) -> None:
+        """Never called: learns is False."""
+
+
+class NoRefill(_FixedPolicy):
+    """Algorithm 1: all permitted prefills, then one cohort through prelude, shrinking core steps and one coda."""
 
     def choose(self, view: QueueView) -> Move | None:
         if view.q_r:
@@ -85,10 +109,8 @@ class ContinuousBatching(NoRefill):
     full_depth = True
 
 
-class Refill:
+class Refill(_FixedPolicy):
     """Algorithm 2 with its minimum coda batch K."""
-
-    full_depth = False
 
     def __init__(self, min_coda_batch: int) -> None:
         self._min_coda_batch = min_coda_batch
@@ -103,15 +125,3 @@ class Refill:
         if view.q_r:
             return Move.CORE
         return Move.CODA if view.q_c else None  # under-size, else K would deadlock at the tail
-
-
-def make_policy(name: str, min_coda_batch: int) -> Policy:
-    """The policy of that name (common.config.POLICIES)."""
-    match name:
-        case "cb":
-            return ContinuousBatching()
-        case "no-refill":
-            return NoRefill()
-        case "refill":
-            return Refill(min_coda_batch)
-    raise ValueError(f"unknown policy {name}")

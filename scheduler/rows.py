@@ -10,6 +10,7 @@ State advances when a stage is dispatched, not when its result arrives.
 """
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,13 @@ class Phase(IntEnum):
 
 
 FREE, PREFILLING, DECODE, READY, EXITED = (int(phase) for phase in Phase)
+
+
+class ReadyRows(NamedTuple):
+    """Rows of Q_R, in slot order."""
+
+    loops: Int32Array  # [q_r] loops behind them
+    leaving: npt.NDArray[np.bool_]  # [q_r] certainly exit at their next loop
 
 
 class RowState:
@@ -119,6 +127,12 @@ class RowState:
             index = np.minimum(self.position[rows] - self.first_output[rows], self.replay.shape[1] - 1)
             self.exit_loop[rows] = self.replay[rows, index]
         self.move(slots, DECODE, READY)
+
+    def ready_rows(self) -> ReadyRows:
+        """Q_R as a policy may see it."""
+        ready = self.in_phase(READY)
+        loops = self.loop.take(ready)
+        return ReadyRows(loops, loops + 1 >= self.exit_loop.take(ready))
 
     def next_exits(self) -> int:
         """Rows of Q_R that certainly exit at their next loop."""

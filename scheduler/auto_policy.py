@@ -1,0 +1,134 @@
+"""The policy ``auto``: coda now or after another core step, prefill now or later, by measured cost (scheduling.md).
+
+Objective: tokens per second in steady state. It splits into two decisions that share one cost model, fitted online:
+
+* coda + prelude: the optimal stopping rule of ``coda_timing``, whose one number theta is chosen by a tournament that is
+  played in the background on the depths seen lately. Until that has a result, theta follows from the economic order
+  quantity; until costs are known, theta is 0 (coda at once, K = 1).
+* prefill: it has a fixed cost, delta_prefill, to be shared by the f free slots it fills; an empty slot wastes
+  kappa = (delta_core + codas a step * boundary_delta) / W a core step. With phi slots falling free a core step the
+  economic order quantity is S = sqrt(2 delta_prefill phi / kappa), at most the prompts that fit into one batch of M
+  tokens, since beyond that nothing more is shared. Until known: the configured S.
+
+Prefill is tried between coda and prelude, so that new rows and returning rows share one prelude.
+
+No constant here belongs to a model or device. Approximation: see ``coda_timing``; the steps that fill slots and those
+that empty queues at the end of a workload are treated like steady state. Decisions use lookahead only: recorded depths
+beyond the next core step are not looked at, although a replayed request would give them away.
+"""
+
+import numpy as np
+from depthbatch.common.frames import Stage
+from depthbatch.scheduler.coda_timing import Tournament, defer, first_guess
+from depthbatch.scheduler.cost_model import StageCosts
+from depthbatch.scheduler.exit_forecast import ExitForecast
+from depthbatch.scheduler.inflight import InFlightStep
+from depthbatch.scheduler.policies import Move, QueueView
+
+_REFRESH_STEPS = 32  # core steps between refits
+_FAST_PLAY_STEPS = 300  # core steps of the tournament that are played one per real core step,
+_SLOW_PLAY = 4  # after that one in so many
+_FORGET = 0.5  # of the flow counts, whenever they cover _FLOW_WIDTHS widths of finished requests
+_FLOW_WIDTHS = 4
+
+
+class AutoPolicy:
+    """Learns from retired stages and decides from queue sizes, known exits and hazards."""
+
+    full_depth = False
+    learns = True
+
+    def __init__(self, width: int, r_max: int, max_batched_tokens: int, min_free_slots: int) -> None:
+        self._width = width
+        self._max_batched_tokens = max_batched_tokens
+        self.costs = StageCosts()
+        self.forecast = ExitForecast(width, r_max)
+        self.tournament = Tournament(width, self.forecast)
+        self._flow = _Flow(width)
+        self.theta = 0.0  # row-places, the price of serving one token
+        self.min_free_slots = min_free_slots  # S in force
+        self._core_steps = 0
+
+    def choose(self, view: QueueView) -> Move | None:
+        """The next move; None when nothing can run."""
+        can_prefill = view.can_prefill(self.min_free_slots)
+        if view.q_d:
+            return Move.PREFILL if can_prefill else Move.PRELUDE
+        if view.q_c and not (view.q_r and self._defers(view)):
+            return Move.CODA
+        if can_prefill:
+            return Move.PREFILL
+        if not view.q_r:
+            return None
+        self._core_steps += 1
+        self._think(view)
+        return Move.CORE
+
+    def observe(self, step: InFlightStep, seconds: float) -> None:
+        """A stage has retired after ``seconds`` on the device."""
+        self.costs.add(step.stage, step.slots.size, step.tokens, seconds)
+        self._flow.add(step)
+        if step.stage is Stage.CODA:
+            self.forecast.add(step.slots, step.depths)
+
+    def _defers(self, view: QueueView) -> bool:
+        if self.theta <= 0.0:
+            return False
+        ready = view.ready_rows()
+        if view.informed:
+            exits = np.bincount(ready.loops[~ready.leaving], minlength=self.forecast.r_max + 1) @ self.forecast.stay
+            exits[0] += np.count_nonzero(ready.leaving)
+        else:
+            exits = np.bincount(ready.loops, minlength=self.forecast.r_max + 1) @ self.forecast.blind
+        return defer(self.theta, view.q_c, exits)
+
+    def _think(self, view: QueueView) -> None:
+        """What is done beside a core step: a round of the tournament, and now and then a refit."""
+        if self.tournament.steps < _FAST_PLAY_STEPS or self._core_steps % _SLOW_PLAY == 0:
+            self.tournament.play(view.informed)
+        if self._core_steps % _REFRESH_STEPS == 0:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self.costs.refit()
+        self.forecast.refresh()
+        self.tournament.refresh()
+        core, boundary = self.costs.core_delta, self.costs.boundary_delta
+        if core is None or boundary is None:
+            return
+        best = self.tournament.best(core, boundary)
+        self.theta = first_guess(core, boundary, self.forecast.mean_depth) if best is None else best
+        if self.costs.prefill_delta is not None:
+            batch = self._flow.prefill_batch(core, boundary, self.costs.prefill_delta, self._max_batched_tokens)
+            self.min_free_slots = self.min_free_slots if batch is None else batch
+
+
+class _Flow:
+    """How many stages, tokens and requests pass, with forgetting."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._cores = self._codas = self._admitted = self._prompt_tokens = 0.0
+
+    def add(self, step: InFlightStep) -> None:
+        """Counts a retired stage. Prefills before the first coda fill an empty engine and are not counted."""
+        if step.stage is Stage.CORE:
+            self._cores += 1
+        elif step.stage is Stage.CODA:
+            self._codas += 1
+        elif step.stage is Stage.PREFILL and self._codas:
+            self._admitted += len(step.requests)
+            self._prompt_tokens += step.tokens
+            if self._admitted > _FLOW_WIDTHS * self._width:
+                for name in ("_cores", "_codas", "_admitted", "_prompt_tokens"):
+                    setattr(self, name, _FORGET * getattr(self, name))
+
+    def prefill_batch(self, core: float, boundary: float, prefill: float, max_tokens: int) -> int | None:
+        """S by the economic order quantity (deltas in seconds); None before requests enough have passed."""
+        if self._admitted < self._width or not self._cores:
+            return None
+        per_step = self._admitted / self._cores
+        wasted = (core + boundary * self._codas / self._cores) / self._width
+        batch = np.sqrt(2.0 * prefill * per_step / max(wasted, 1e-12))
+        fits = max_tokens * self._admitted / max(self._prompt_tokens, 1.0)
+        return int(np.clip(round(float(min(batch, fits))), 1, self._width))

@@ -1,0 +1,98 @@
+"""What stages cost on this device, fitted online from stage times: t = delta + slopes . work (scheduling.md, cost model).
+
+Exponentially forgotten least squares over a handful of sums, so that a sample costs about a microsecond and memory is
+constant. Knows nothing of schedules. Before the work of a stage has varied, delta and slopes cannot be told apart; a
+weak prior then splits the time in halves, and fades as soon as the samples say more.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from depthbatch.common.frames import Stage
+
+_FORGET = 0.998  # weight of a sample after one more: a memory of some 500 stages
+_PRIOR_WEIGHT = 0.02  # in samples
+_OUTLIER = 4.0  # a stage that took this many times its prediction was interrupted, not slow
+_MIN_SAMPLES = 3
+
+
+class LinearFit:
+    """t = delta + sum_i slope_i x_i with delta, slopes >= 0."""
+
+    def __init__(self, num_slopes: int) -> None:
+        n = num_slopes + 1
+        self._xx = np.zeros((n, n))
+        self._xy = np.zeros(n)
+        self._coefficients: list[float] | None = None
+        self.samples = 0
+
+    def add(self, work: Sequence[float], seconds: float) -> None:
+        """One stage: its work (rows, context tokens, prompt tokens) and its time."""
+        fit = self._coefficients
+        if fit is not None and seconds > _OUTLIER * (fit[0] + sum(s * x for s, x in zip(fit[1:], work, strict=True))):
+            return
+        self.samples += 1
+        x = np.array((1.0, *work))
+        self._xx *= _FORGET
+        self._xy *= _FORGET
+        self._xx += x[:, None] * x
+        self._xy += x * seconds
+
+    def solve(self) -> float | None:
+        """Refits; returns delta in seconds, None before there are samples enough."""
+        if self.samples < _MIN_SAMPLES:
+            return None
+        xx, xy = self._with_prior()
+        keep = list(range(xy.size))
+        while True:
+            solution = np.linalg.lstsq(xx[np.ix_(keep, keep)], xy[keep], rcond=None)[0]
+            worst = int(np.argmin(solution))
+            if solution[worst] >= 0 or len(keep) == 1:
+                break
+            del keep[worst]
+        coefficients = np.zeros(xy.size)
+        coefficients[keep] = np.maximum(solution, 0.0)
+        self._coefficients = coefficients.tolist()
+        return self._coefficients[0]
+
+    @property
+    def coefficients(self) -> list[float] | None:
+        """delta, slopes of the last solve, in seconds."""
+        return self._coefficients
+
+    def _with_prior(self) -> tuple[np.ndarray, np.ndarray]:
+        """The normal equations in units of the mean work, plus a pseudo-sample 'no work takes half of the mean time'."""
+        mean_seconds = self._xy[0] / self._xx[0, 0]
+        xx, xy = self._xx.copy(), self._xy.copy()
+        xx[0, 0] += _PRIOR_WEIGHT
+        xy[0] += _PRIOR_WEIGHT * 0.5 * mean_seconds
+        return xx, xy
+
+
+class StageCosts:
+    """Fits of all stages. Work: core = (rows, context tokens), coda and prelude = (rows,), prefill = (tokens,)."""
+
+    def __init__(self) -> None:
+        self._fits = {
+            Stage.CORE: LinearFit(2),
+            Stage.CODA: LinearFit(1),
+            Stage.PRELUDE: LinearFit(1),
+            Stage.PREFILL: LinearFit(1),
+        }
+        self.core_delta: float | None = None  # seconds, None: not known yet
+        self.boundary_delta: float | None = None  # coda + prelude
+        self.prefill_delta: float | None = None
+
+    def add(self, stage: Stage, rows: int, tokens: int, seconds: float) -> None:
+        """One retired stage; ``tokens`` are context tokens (core) or prompt tokens (prefill)."""
+        if stage is Stage.CORE:
+            self._fits[stage].add((rows, tokens), seconds)
+        else:
+            self._fits[stage].add((tokens if stage is Stage.PREFILL else rows,), seconds)
+
+    def refit(self) -> None:
+        """Solves all fits anew."""
+        self.core_delta = self._fits[Stage.CORE].solve()
+        self.prefill_delta = self._fits[Stage.PREFILL].solve()
+        coda, prelude = self._fits[Stage.CODA].solve(), self._fits[Stage.PRELUDE].solve()
+        self.boundary_delta = None if coda is None or prelude is None else coda + prelude

@@ -1,0 +1,80 @@
+"""When rows will exit, as far as that can be known: hazards per loop from the depths that were seen lately.
+
+Keeps the last depths of every slot in order, so that what is alike about neighbouring tokens is kept too. Knows
+nothing of costs and policies.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from depthbatch.common.frames import Int32Array
+
+FloatArray = npt.NDArray[np.float64]
+_MEMORY_TOKENS = 2048  # depths remembered over all slots,
+_MEMORY_PER_SLOT = 32  # or this many per slot where that is more
+_FEWEST_PER_SLOT = 16  # depths of a slot that make it worth replaying
+_PRIOR = 0.5  # pseudo-tokens at r_max: loops beyond all that was seen are possible, and end there
+
+
+class ExitForecast:
+    """Depth statistics of the last tokens of each slot.
+
+    ``stay[l, s - 1]``: P(exit in the s-th next core step) of a row with l loops behind it that is known to survive the
+    next one (so column 0 is 0). ``blind[l, s - 1]``: the same when nothing is known of the next one.
+    """
+
+    def __init__(self, width: int, r_max: int) -> None:
+        self.r_max = r_max
+        self.tokens = 0
+        self._memory = max(_MEMORY_PER_SLOT, _MEMORY_TOKENS // width)
+        self._depths = np.zeros((width, self._memory), np.int64)
+        self._written = np.zeros(width, np.int64)
+        self.stay = np.zeros((r_max + 1, r_max))
+        self.blind = np.zeros((r_max + 1, r_max))
+        self.refresh()
+
+    def add(self, slots: npt.NDArray[np.intp], depths: tuple[int, ...]) -> None:
+        """Depths of tokens that went through coda, with their slots (1..W)."""
+        rows = slots - 1
+        written = self._written[rows]
+        self._depths[rows, written % self._memory] = depths
+        self._written[rows] = written + 1
+        self.tokens += len(depths)
+
+    def refresh(self) -> None:
+        """Recomputes the tables from the depths remembered."""
+        counts = np.bincount(self._depths.ravel(), minlength=self.r_max + 1)[: self.r_max + 1].astype(np.float64)
+        counts[0] = 0.0
+        counts[self.r_max] += _PRIOR
+        at_least = counts[::-1].cumsum()[::-1]
+        hazard = np.ones(2 * self.r_max + 2)
+        hazard[: self.r_max] = counts[:-1] / at_least[:-1]
+        loops = np.arange(self.r_max + 1)
+        alive_blind, alive_stay = np.ones(self.r_max + 1), np.ones(self.r_max + 1)
+        for step in range(1, self.r_max + 1):
+            now = hazard[loops + step]
+            self.blind[:, step - 1] = alive_blind * now
+            alive_blind *= 1.0 - now
+            if step > 1:
+                self.stay[:, step - 1] = alive_stay * now
+                alive_stay *= 1.0 - now
+
+    @property
+    def mean_depth(self) -> float:
+        """Mean of the depths remembered, r_max when there are none."""
+        known = self._depths[self._depths > 0]
+        return float(known.mean()) if known.size else float(self.r_max)
+
+    def sequences(self, rows: int) -> Int32Array | None:
+        """Successive depths of ``rows`` slots, [rows, n], of the slots that have seen enough; None when none has."""
+        seen = np.minimum(self._written, self._memory)
+        known = np.flatnonzero(seen >= _FEWEST_PER_SLOT)
+        if not known.size:
+            return None
+        length = int(seen[known].min())
+        chosen = known[np.arange(rows) % known.size]
+        # the last `length` depths, oldest first; slots that are used more than once start at different places
+        turn = (np.arange(rows) // known.size * 7)[:, None]
+        last = (turn + np.arange(length)) % length
+        at = (self._written[chosen][:, None] - length + last) % self._memory
+        depths: Int32Array = self._depths[chosen[:, None], at].astype(np.int32)
+        return depths
