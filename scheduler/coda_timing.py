@@ -131,7 +131,7 @@ class Tournament:
         held -= within
         held += waiting[:, None] * self._step
         within *= self._theta
-        defers: npt.NDArray[np.bool_] = (within > held).any(axis=1)
+        defers: npt.NDArray[np.bool_] = np.logical_or.reduce(within > held, axis=1)
         return defers
 
     def _serve(self, served: npt.NDArray[np.bool_]) -> None:
