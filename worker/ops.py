@@ -8,10 +8,11 @@ A row's result does not depend on the rows beside it. Knows nothing of models, s
 import torch
 from depthbatch.worker import ops_torch
 from depthbatch.worker.kernels.library import Kernels, TypedKernels, cpu_kernels
-from depthbatch.worker.linear import Linear
+from depthbatch.worker.linear import GatedLinear, Linear
 from torch import Tensor
 
 __all__ = [
+    "GatedLinear",
     "Linear",
     "add_rms_norm",
     "norm_add_norm",

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MODE_VARIABLE = "DEPTHBATCH_CPU_KERNELS"
 MODES = ("auto", "c", "portable", "torch")
 
-_PTR, _I64, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_PTR, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 Function = Callable[..., None]
 
 
@@ -76,7 +76,7 @@ class CallArgs(ctypes.Structure):
 class TypedKernels:
     """The kernels for one element type."""
 
-    def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
+    def __init__(self, library: ctypes.CDLL, suffix: str, have_gemm: bool) -> None:
         def function(name: str, *argtypes: Any) -> Function:
             bound = getattr(library, f"{name}_{suffix}")
             bound.argtypes, bound.restype = argtypes, None
@@ -87,16 +87,41 @@ class TypedKernels:
         self.silu_mul = function("db_silu_mul", _PTR, _PTR, _I64, _I64)
         self.rope = function("db_rope", _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64)
         self.attend = function("db_attend", _PTR, _PTR, _PTR)
+        self.linear = function("db_linear", _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32) if have_gemm else None
 
 
 class Kernels:
     """A loaded library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.by_type = {torch.float32: TypedKernels(library, "f32"), torch.bfloat16: TypedKernels(library, "bf16")}
-        copy_planes = library.db_copy_planes
-        copy_planes.argtypes, copy_planes.restype = (_PTR, ctypes.c_int32, _PTR, _PTR, _PTR, _PTR, ctypes.c_int32), None
-        self.copy_planes: Function = copy_planes
+        have_gemm = bool(library.db_have_gemm())
+        self.by_type = {
+            torch.float32: TypedKernels(library, "f32", have_gemm),
+            torch.bfloat16: TypedKernels(library, "bf16", have_gemm),
+        }
+        library.db_copy_planes.argtypes, library.db_copy_planes.restype = (
+            (_PTR, _I32, _PTR, _PTR, _PTR, _PTR, _I32),
+            None,
+        )
+        self.copy_planes: Function = library.db_copy_planes
+        library.db_pack.argtypes, library.db_pack.restype = (_PTR, _PTR, _I64, _I64, _I64, _I32), None
+        self._pack: Function = library.db_pack
+        library.db_packed_size.argtypes, library.db_packed_size.restype = (_I64, _I64, _I32), _I64
+        self._packed_size: Callable[..., int] = library.db_packed_size
+
+    def can_multiply(self, weight: torch.Tensor, gated: bool) -> bool:
+        """Whether the matrix products take a weight [out, in]."""
+        kernels = self.by_type.get(weight.dtype)
+        even = weight.shape[1] % 2 == 0 and not (gated and weight.shape[0] % 2)
+        return kernels is not None and kernels.linear is not None and even
+
+    def pack(self, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+        """Weight [out, in] in the order the matrix products read it; gated: see gemm.h."""
+        out, width = weight.shape
+        weight = weight.contiguous()
+        packed = weight.new_empty(self._packed_size(out, width, gated))
+        self._pack(packed.data_ptr(), weight.data_ptr(), out, width, weight.element_size(), gated)
+        return packed
 
 
 def cpu_kernels() -> Kernels | None:

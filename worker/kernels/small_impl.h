@@ -72,8 +72,7 @@ EXPORT void NAME(db_silu_mul)(void *out, const void *gate_up, int64_t n, int64_t
             }
             const vf x = lanes < LANES ? LOAD(g) : LOAD(gate + i);
             const vf y = lanes < LANES ? LOAD(u) : LOAD(up + i);
-            const vf exponent = blend(x < -87.0f, splat(87.0f), -x); /* silu(-87) is 0 to the last bit already */
-            const vf silu = VROUND(x / (1.0f + vexp(exponent)));
+            const vf silu = VROUND(vsilu(x));
             if (lanes < LANES) {
                 STORE(result, silu * y);
                 memcpy(to + i, result, lanes * sizeof(T));

@@ -105,4 +105,9 @@ INLINE vf vexp(vf x) {
     return blend(x < -87.0f, splat(0.0f), y * (vf)exponent);
 }
 
+INLINE vf vsilu(vf x) {
+    const vf exponent = blend(x < -87.0f, splat(87.0f), -x); /* silu(-87) is 0 to the last bit already */
+    return x / (1.0f + vexp(exponent));
+}
+
 #endif
