@@ -3,6 +3,7 @@
 import argparse
 
 from depthbatch.common.config import add_config_arguments, config_from_sources
+from depthbatch.common.model_dir import resolve_model_dir
 
 OPTIONS = ("load_format", "device", "dtype", "max_num_seqs", "kv_blocks", "block_size", "max_model_len", "max_loops")
 
@@ -17,7 +18,7 @@ def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
     from depthbatch.worker.attention.select import default_block_size
     from depthbatch.worker.device import free_memory, resolve_device
-    from depthbatch.worker.loader import read_spec, resolve_model_dir
+    from depthbatch.worker.loader import read_spec
     from depthbatch.worker.memory import KVRequest, plan_kv
 
     config = config_from_sources(args, model=args.model)

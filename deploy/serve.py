@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 
@@ -31,27 +32,19 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 async def _serve(config: EngineConfig) -> None:
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    serving = loop.create_task(_serve_until_cancelled(config))
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    engine = AsyncEngine.from_config(config)
-    stopping = loop.create_task(stop.wait())
-    entering = loop.create_task(engine.__aenter__())
-    await asyncio.wait((stopping, entering), return_when=asyncio.FIRST_COMPLETED)
-    if not entering.done():
-        entering.cancel()
-        await asyncio.gather(entering, return_exceptions=True)
-        return
-    try:
-        await entering
-        address = endpoint(engine.run_dir, API_ENDPOINT)
-        api = ZmqApi(engine, address)
+        loop.add_signal_handler(number, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _serve_until_cancelled(config: EngineConfig) -> None:
+    async with AsyncEngine.from_config(config) as engine:
+        api = ZmqApi(engine, endpoint(engine.run_dir, API_ENDPOINT))
         try:
-            print(f"depthbatch: ready at {address}", file=sys.stderr, flush=True)
-            await engine.wait_failed_or(stop)
+            print(f"depthbatch: ready at {api.address}", file=sys.stderr, flush=True)
+            raise await engine.failed()
         finally:
             await api.close()
-    finally:
-        stopping.cancel()
-        await engine.close()

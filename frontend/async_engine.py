@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.errors import DepthbatchError, EngineDeadError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo
 from depthbatch.frontend.engine_client import EngineClient
@@ -71,6 +71,7 @@ class AsyncEngine:
         self._mailboxes: dict[int, Mailbox] = {}  # by internal id
         self._watched: set[int] = set()
         self._changed = asyncio.Event()  # something was polled
+        self._failed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # long prompts do not block the loop
         self._pump_is_due = False
@@ -136,14 +137,11 @@ class AsyncEngine:
             await self._next_news()
         return self._client.stats.values
 
-    async def wait_failed_or(self, stop: asyncio.Event) -> None:
-        """Returns once ``stop`` is set; raises the engine's failure if that comes first."""
-        while not stop.is_set():
-            self._raise_failure()
-            waiters = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._next_news())]
-            _, pending = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-            for waiter in pending:
-                waiter.cancel()
+    async def failed(self) -> DepthbatchError:
+        """Waits until the engine is lost for good; returns why."""
+        await self._failed.wait()
+        assert self._client.failure is not None
+        return self._client.failure
 
     # --- requests
 
@@ -219,6 +217,8 @@ class AsyncEngine:
                 mailbox.put(Update(internal_id, error=self._client.failure))
         self._watch()
         self._changed.set()
+        if self._client.failure is not None:
+            self._failed.set()
 
     def _watch(self) -> None:
         """Keeps the loop's readers in step with the client's descriptors, which change when processes restart."""

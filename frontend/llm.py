@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput
@@ -37,8 +38,6 @@ def describe(info: EngineInfo) -> str:
 
 def load_model_tokenizer(model: str) -> Tokenizer | None:
     """The tokenizer of a MODEL argument. Raises ModelError when there is no such model."""
-    from depthbatch.worker.loader import resolve_model_dir  # imports torch; not before a model is wanted
-
     return load_tokenizer(resolve_model_dir(model))
 
 

@@ -10,54 +10,65 @@ from pathlib import Path
 from typing import Any
 
 from depthbatch.common.errors import ModelError, RequestError
+from depthbatch.frontend.chat_template import ChatTemplate
 from depthbatch.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from tokenizers import Tokenizer as Backend
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # kinds that have to be converted
 
 
 def load_tokenizer(directory: Path) -> "Tokenizer | None":
     """The tokenizer of a model directory; None when it has none (the model then serves token ids only).
 
-    Raises ModelError when its files are broken or would need code from the repository.
+    Raises ModelError when its files are broken.
     """
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    import transformers  # takes seconds; not before a tokenizer is wanted
-
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(40)  # errors only: it warns of model types that it does not know
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a broken file provokes in there
-        raise ModelError(f"cannot load the tokenizer of {directory}: {_first_line(error)}") from None
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    if not loaded.is_fast:
-        raise ModelError(f"cannot load the tokenizer of {directory}: it has no tokenizer.json")
-    return Tokenizer(loaded)
+        if (directory / "tokenizer.json").is_file():
+            backend = Backend.from_file(str(directory / "tokenizer.json"))
+        elif any((directory / name).is_file() for name in OTHER_FILES):
+            backend = _converted(directory)
+        else:
+            return None
+        return Tokenizer(backend, _read_config(directory))
+    except Exception as error:  # the libraries raise bare Exception for whatever a broken file provokes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"cannot load the tokenizer of {directory}: {reason}") from None
+
+
+def _converted(directory: Path) -> Backend:
+    """A fast tokenizer made by transformers from older files; takes seconds to import."""
+    import transformers
+
+    loaded = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    return loaded.backend_tokenizer
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with the chat template of the file beside it where there is one."""
+    path, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config
 
 
 class Tokenizer:
-    """A fast tokenizer behind the few verbs that the engine needs."""
+    """A tokenizer behind the few verbs that the engine needs. ``config``: the contents of tokenizer_config.json."""
 
-    def __init__(self, loaded: Any) -> None:
-        from tokenizers import Tokenizer as Backend
-
-        self._loaded = loaded
-        self._control = loaded.backend_tokenizer  # special tokens in the text act
-        self._control.no_truncation()
-        self._control.no_padding()
-        self._plain = Backend.from_str(self._control.to_str())
+    def __init__(self, backend: Backend, config: Mapping[str, Any]) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._control = backend  # special tokens in the text act
+        self._plain = Backend.from_str(backend.to_str())
         self._plain.encode_special_tokens = True  # special tokens in the text are text
-        added = self._control.get_added_tokens_decoder()
-        self._special = {token: entry.content for token, entry in added.items() if entry.special}
-        self._byte_table = self._token_bytes() if _is_byte_level(self._control) else None
-        self.vocab_size: int = self._control.get_vocab_size()
-
-    @property
-    def eos_token_id(self) -> int | None:
-        value = self._loaded.eos_token_id
-        return value if isinstance(value, int) else None
+        self._added: dict[int, Any] = backend.get_added_tokens_decoder()
+        self._special = {token: str(entry.content) for token, entry in self._added.items() if entry.special}
+        self._byte_table = self._token_bytes() if _is_byte_level(backend) else None
+        self.vocab_size: int = backend.get_vocab_size()
+        names = _special_names(config)
+        self.eos_token_id: int | None = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
+        source = config.get("chat_template")
+        self._chat_template = ChatTemplate(source, names) if isinstance(source, str) else None
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of a text. ``add_special_tokens``: what the model expects around it (bos, say).
@@ -72,15 +83,15 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._loaded.chat_template)
+        return self._chat_template is not None
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation in the model's chat template, open for the assistant's answer.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
+        """Token ids of a conversation in the model's chat template, by default open for the assistant's answer.
 
-        Special tokens of the template act; those that a message's content holds are text. Raises RequestError when
-        the template is missing or refuses the messages.
+        Special tokens of the template act; those that a message's content holds are text. ``template_options`` are
+        those of ChatTemplate.render. Raises RequestError when the template is missing or refuses the messages.
         """
-        if not self.has_chat_template:
+        if self._chat_template is None:
             raise RequestError("this model has no chat template", "messages")
         contents = [message.get("content") for message in messages]
         hostile = {
@@ -89,11 +100,7 @@ class Tokenizer:
             if isinstance(content, str) and any(special in content for special in self._special.values())
         }
         marked = [{**message, "content": _mark(i)} if i in hostile else message for i, message in enumerate(messages)]
-        options = {"add_generation_prompt": True} | template_kwargs
-        try:
-            text: str = self._loaded.apply_chat_template(marked, tokenize=False, **options)
-        except Exception as error:  # jinja errors, raise_exception() in a template, missing keys
-            raise RequestError(f"messages do not fit the chat template: {_first_line(error)}", "messages") from None
+        text = self._chat_template.render(marked, **template_options)
         ids: list[int] = []
         for i, content in hostile.items():
             before, found, text = text.partition(_mark(i))
@@ -116,7 +123,7 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """One token by itself, for display; bytes that are no character show as U+FFFD."""
         if token in self._special:
-            return str(self._special[token])
+            return self._special[token]
         if self._byte_table is not None:
             return self._byte_table[token].decode("utf-8", "replace") if token < len(self._byte_table) else ""
         return self.decode([token])
@@ -124,13 +131,12 @@ class Tokenizer:
     def _token_bytes(self) -> list[bytes]:
         """Bytes of every token of a byte-level vocabulary; special tokens have none."""
         char_bytes = byte_level_alphabet()
-        added = self._control.get_added_tokens_decoder()
         table = []
         for token in range(max(self._control.get_vocab().values(), default=-1) + 1):
             text = self._control.id_to_token(token) or ""
             if token in self._special:
                 table.append(b"")
-            elif token in added or any(char not in char_bytes for char in text):
+            elif token in self._added or any(char not in char_bytes for char in text):
                 table.append(text.encode())
             else:
                 table.append(bytes(char_bytes[char] for char in text))
@@ -144,15 +150,21 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _is_byte_level(backend: Any) -> bool:
+def _is_byte_level(backend: Backend) -> bool:
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
     return [part.get("type") for part in parts] == ["ByteLevel"]
 
 
+def _special_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... -> text; written as a string or as a map with ``content``."""
+    names = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            names[key] = text
+    return names
+
+
 def _mark(index: int) -> str:
     return f"\ue000{index}\ue001"  # private use: no template writes these
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -31,7 +31,7 @@ class _Verb(msgspec.Struct, frozen=True, tag_field="verb", forbid_unknown_fields
 class SubmitVerb(_Verb, frozen=True, tag="submit"):
     id: ClientId
     prompt: str | list[int]
-    params: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it): fields of SamplingParams
+    params: dict[str, Any] = {}  # fields of SamplingParams
 
 
 class AbortVerb(_Verb, frozen=True, tag="abort"):
@@ -74,6 +74,7 @@ class ZmqApi:
     """Serves an AsyncEngine on one socket, inside its event loop, until closed."""
 
     def __init__(self, engine: AsyncEngine, address: str) -> None:
+        self.address = address
         self._engine = engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = ApiRouter(self._context, address, ApiRequest)

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from depthbatch.common.errors import ConfigError, ModelError
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
 from depthbatch.worker.checkpoint import Checkpoint, CheckpointSource, DummySource, check_names_and_shapes, read_json
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import SIDE_FILES, BuildInputs, ModelFamily, SpecOptions, TensorTable
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.registry import find_family
 
-DEMO_DIR = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ("auto", "dummy")
 STATE_INITS = ("zero", "seeded")
-_DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -35,37 +34,6 @@ class ModelDir:
     def side_files(self) -> frozenset[str]:
         """Names of the gate files that lie beside the model."""
         return frozenset(name for name in SIDE_FILES if (self.path / f"{name}.safetensors").is_file())
-
-
-def resolve_model_dir(name: str) -> Path:
-    """The directory behind a model name: a local directory, a name shipped in the package, or a Hugging Face repo id.
-
-    Raises ModelError when there is no such directory and it cannot be downloaded.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    demo = DEMO_DIR / name
-    if name.startswith("demo") and "/" not in name and demo.is_dir():
-        return demo
-    if path.exists():
-        raise ModelError(f"model '{name}' is a file; give the directory that holds config.json")
-    parts = name.split("/")
-    if len(parts) != 2 or not all(parts) or name.startswith((".", "/", "~")):
-        raise ModelError(f"model directory '{name}' does not exist")
-    return _download(name)
-
-
-def _download(repo: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repo, allow_patterns=_DOWNLOAD_PATTERNS))
-    except Exception as error:  # the client raises a dozen unrelated types, offline ones included
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"model '{repo}' is neither a local directory nor could it be downloaded from Hugging Face: {reason}"
-        ) from None
 
 
 def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
