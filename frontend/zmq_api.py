@@ -133,7 +133,13 @@ class ZmqApi:
             return
         task = self._loop.create_task(self._stream(key, verb))
         self._streams[key] = task
-        task.add_done_callback(lambda _: self._streams.pop(key, None))
+        task.add_done_callback(lambda task: self._on_stream_end(key, task))
+
+    def _on_stream_end(self, key: Key, task: asyncio.Task[None]) -> None:
+        """A cancelled stream, which may never have begun to run, is owed its terminal message here."""
+        del self._streams[key]
+        if task.cancelled():
+            self._router.reply(key.peer, type="finished", id=key.id, finish_reason="abort", stop_reason=None)
 
     async def _stream(self, key: Key, verb: SubmitVerb) -> None:
         """One request from submit to its terminal message."""
@@ -143,8 +149,6 @@ class ZmqApi:
                 raise RequestError(f"unknown parameter {min(unknown)!r}", min(unknown))
             async with aclosing(self._engine.generate(verb.prompt, SamplingParams(**verb.params))) as deltas:
                 await self._send_deltas(key, deltas)
-        except asyncio.CancelledError:
-            self._router.reply(key.peer, type="finished", id=key.id, finish_reason="abort", stop_reason=None)
         except DepthbatchError as error:
             self._router.reply(key.peer, **_error_fields(key, error))
         except Exception as error:
