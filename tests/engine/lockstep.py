@@ -1,14 +1,16 @@
 """Scheduler and runner in one process, in lock-step, without sockets: the engine as a function of its requests.
 
-Every stage is kept, so that a test can say what the schedule was and not only what came out of it.
+Every stage is kept, so that a test can say what the schedule was and not only what came out of it; so is how each
+request was prefilled, since chunk borders and recomputation after preemption change what some KV layouts hold.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import ROW_AUX, Stage
+from depthbatch.common.frames import ROW_AUX, Int32Array, Stage, split_prefill_frame
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
@@ -19,6 +21,13 @@ from depthbatch.worker.loader import load_model
 MAX_STAGES = 20_000
 
 
+class Prefilled(NamedTuple):
+    """One prefill of a request: over its prompt and, after preemption, its output so far."""
+
+    outputs_before: int
+    chunks: tuple[int, ...]  # tokens
+
+
 @dataclass
 class Answer:
     """What one request got."""
@@ -26,6 +35,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    prefills: list[Prefilled] = field(default_factory=list)
 
 
 @dataclass
@@ -54,6 +64,7 @@ class LockstepEngine:
         self.config = config
         self.history: list[Ran] = []
         self.preemptions = 0
+        self._chunks: dict[int, list[int]] = {}  # by slot, of prompts that are partly prefilled
 
     def run(self, requests: Sequence[tuple[Sequence[int], RequestParams]]) -> list[Answer]:
         """Submits all requests at once and runs until every one has its terminal event."""
@@ -78,9 +89,25 @@ class LockstepEngine:
         loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
         self.history.append(Ran(stage.header, tuple(loops)))
         result = StageResult(stage.header.step_id, now, now + 1, output.token_ids.tobytes(), output.flags.tobytes())
-        for event in scheduler.complete(result, now):
+        events = scheduler.complete(result, now)
+        if stage.header.stage == Stage.PREFILL:
+            self._note_prefills(stage.header, stage.frame, [answers[e.request_id] for e in events if e.token_ids])
+        for event in events:
             answer = answers[event.request_id]
             assert answer.finish_reason is None, "news after the terminal event"
             answer.tokens += event.token_ids
             answer.depths += event.exit_depths
             answer.finish_reason = event.finish_reason
+
+    def _note_prefills(self, header: StageBatch, frame: Int32Array, sampled: list[Answer]) -> None:
+        """Keeps the chunks by slot, and gives them to the request whose first token came of the last one."""
+        parts = split_prefill_frame(frame, header.rows, header.n_tokens, header.n_updates)
+        finished = iter(sampled)
+        for slot, start, length, sample in zip(*(part.tolist() for part in parts[:4]), strict=True):
+            if start == 0:
+                self._chunks[slot] = []
+            self._chunks[slot].append(length)
+            if sample:
+                answer = next(finished)
+                answer.prefills.append(Prefilled(len(answer.tokens), tuple(self._chunks.pop(slot))))
+        assert next(finished, None) is None

@@ -1,0 +1,202 @@
+"""The engine equals the batch-1 references: greedy tokens and exit depths, for every gate, layout and policy.
+
+The references share no code with the engine, know no batching and no paging, and equal the published values. Tokens
+of random-weight models change with any K/V that is wrong, and depths are compared beside them.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import Stage
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import RequestParams, Submit
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from engine.lockstep import Answer, LockstepEngine
+from engine.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
+
+MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
+EARLY_LAYOUTS = [layout for layout in KVLayout if layout.allows_early_exit]
+OUTPUTS = 12
+
+
+def engine(model: Path, layout: str, backend: str | None = None, **options: object) -> LockstepEngine:
+    values = {"max_num_seqs": 5, "min_free_slots": 1, "kv_blocks": 120, "max_loops": R_MAX[model]} | options
+    return LockstepEngine(EngineConfig.from_values({"model": str(model), "kv_layout": layout, **values}), backend)
+
+
+def params(model: Path, gate: Gate, index: int = 0) -> RequestParams:
+    """A request's parameters; ``index`` varies thresholds, limits and replayed depths."""
+    r_max = R_MAX[model]
+    threshold = (0.3, 0.5, 0.8)[index % 3] if model == OURO else (0.65, 0.8, 0.95)[index % 3]
+    depths = np.random.default_rng(index).integers(1, r_max + 1, OUTPUTS)
+    low, high = (1 + index % r_max,) * 2 if gate is Gate.FIXED else (2 + index % 2, r_max - index % 2)
+    return RequestParams(
+        max_tokens=OUTPUTS - index % 4,
+        gate=gate,
+        exit_threshold=threshold,
+        min_loops=low,
+        max_loops=high,
+        exit_depths=bytes(np.minimum(depths, high).astype(np.uint8)) if gate is Gate.REPLAY else b"",
+    )
+
+
+def gates_of(model: Path) -> list[Gate]:
+    own = [Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.OWN, Gate.DELAYED]
+    return own if model == OURO else [*own, Gate.CONVERGENCE]
+
+
+def check(model: Path, layout: str, prompts: list[list[int]], requests: list[RequestParams], got: list[Answer]) -> None:
+    """Every answer is the reference's; near ties may cut short a tenth of the comparison at most."""
+    compared = total = 0
+    for prompt, request, answer in zip(prompts, requests, got, strict=True):
+        agreement = compare(model, prompt, request, layout, answer)
+        compared, total = compared + agreement.compared, total + agreement.total
+    assert compared >= 0.9 * total
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize(
+    ("model", "layout", "key"),
+    [
+        (OURO, "depth_indexed", "greedy_full_depth"),
+        (OURO, "last_exited", "greedy_full_depth"),
+        (HUGINN, "depth_indexed", "greedy_depth_indexed"),
+        (HUGINN, "single", "greedy_single"),
+    ],
+)
+def test_greedy_tokens_are_the_published_ones(model: Path, layout: str, key: str, backend: str | None) -> None:
+    """The recorded values of the published implementations, all four prompts in one batch, no oracle of ours between."""
+    values = np.load(model / "expected.npz")
+    r_max = 4 if model == OURO else 8
+    request = RequestParams(max_tokens=24, min_loops=2, max_loops=r_max)
+    answers = engine(model, layout, backend, max_loops=r_max).run(
+        [(values[f"prompt_{i}"].tolist(), request) for i in range(4)]
+    )
+    for index, answer in enumerate(answers):
+        assert answer.tokens == values[f"{key}_{index}"].tolist()
+        assert answer.depths == [r_max] * 24
+
+
+@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize("model", MODELS)
+def test_every_gate_and_layout(model: Path, layout: KVLayout) -> None:
+    """One gate a run, prompts of mixed lengths in one batch, slots refilled (7 requests, 5 slots)."""
+    prompts = prompts_of(model)
+    running = engine(model, layout)
+    for gate in gates_of(model):
+        if gate.may_exit_early and not layout.allows_early_exit:
+            continue
+        requests = [params(model, gate, index) for index in range(len(prompts))]
+        answers = running.run(list(zip(prompts, requests, strict=True)))
+        check(model, layout, prompts, requests, answers)
+        if gate.may_exit_early:
+            assert len({depth for answer in answers for depth in answer.depths[1:]}) >= 2, gate
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 13], ids=["whole", "chunked"])
+@pytest.mark.parametrize("policy", ["cb", "no-refill", "refill"])
+@pytest.mark.parametrize("layout", EARLY_LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_gates_side_by_side(model: Path, layout: KVLayout, policy: str, max_tokens: int) -> None:
+    """Every request another gate, under every policy, with and without chunked prefill: no row changes its neighbour.
+
+    ``cb`` lets no gate decide: every token runs its request's max_loops. Chunks of 13 tokens cut the longer prompts at borders that are no block
+    borders, several prompts to a batch.
+    """
+    prompts, gates = prompts_of(model), gates_of(model)
+    requests = [params(model, gates[index % len(gates)], index) for index in range(len(prompts))]
+    running = engine(model, layout, policy=policy, max_num_batched_tokens=max_tokens, min_coda_batch=1)
+    answers = running.run(list(zip(prompts, requests, strict=True)))
+    if policy == "cb":
+        requests = [msgspec.structs.replace(r, gate=Gate.NONE, exit_depths=b"") for r in requests]
+    check(model, layout, prompts, requests, answers)
+    chunked = [answer for answer in answers if len(answer.prefills[0].chunks) > 1]
+    assert len(chunked) >= 3 if max_tokens == 13 else not chunked
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_refill_mixes_depths_in_one_core_batch_under_last_exited(model: Path) -> None:
+    """The step beyond the published implementation: rows at 3 or more depths in one launch, each on its own plane.
+
+    That it happened is read off the stages that ran; that it was right, off the references.
+    """
+    prompts = prompts_of(model)
+    requests = [params(model, Gate.REPLAY, index) for index in range(len(prompts))]
+    running = engine(model, "last_exited", min_coda_batch=1)
+    answers = running.run(list(zip(prompts, requests, strict=True)))
+    depths = [len(set(ran.loops)) for ran in running.history if ran.header.stage == Stage.CORE]
+    assert max(depths) >= 3
+    assert sum(count >= 3 for count in depths) > 10
+    check(model, "last_exited", prompts, requests, answers)
+
+
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.DELAYED])
+@pytest.mark.parametrize("model", MODELS)
+def test_preempted_requests_continue(model: Path, gate: Gate) -> None:
+    """KV blocks for about half of the batch: sequences are thrown out and recomputed, and still say what the chained
+    reference says; at full depth that is what they would have said undisturbed."""
+    prompts = [prompt[:16] for prompt in prompts_of(model) if len(prompt) >= 16]
+    requests = [
+        RequestParams(max_tokens=20, gate=gate, exit_threshold=0.4, min_loops=2, max_loops=R_MAX[model])
+        for _ in prompts
+    ]
+    running = engine(model, "last_exited", kv_blocks=6, block_size=8)
+    answers = running.run(list(zip(prompts, requests, strict=True)))
+    assert running.preemptions >= 2
+    assert any(len(answer.prefills) > 1 for answer in answers)
+    check(model, "last_exited", prompts, requests, answers)
+    if gate is Gate.NONE:
+        undisturbed = engine(model, "last_exited").run(list(zip(prompts, requests, strict=True)))
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in undisturbed]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sampled_tokens_do_not_depend_on_policy_or_preemption(model: Path) -> None:
+    """Draws are a function of (seed, position): other batches, another order, recomputation, the same tokens.
+
+    Full depth, so that the logits are the same; temperature 1.5, so that they would differ if the draws did.
+    """
+    prompts = prompts_of(model)
+    requests = [
+        RequestParams(max_tokens=12, temperature=1.5, top_k=(0, 20)[i % 2], seed=i << 33, max_loops=R_MAX[model])
+        for i in range(len(prompts))
+    ]
+    batch = list(zip(prompts, requests, strict=True))
+    tokens = [
+        [answer.tokens for answer in engine(model, "last_exited", **options).run(batch)]
+        for options in ({}, {"policy": "cb"}, {"policy": "no-refill", "max_num_seqs": 3}, {"max_num_seqs": 1})
+    ]
+    assert all(other == tokens[0] for other in tokens[1:])
+    greedy = [(prompt, RequestParams(max_tokens=12, max_loops=R_MAX[model])) for prompt in prompts]
+    assert tokens[0] != [answer.tokens for answer in engine(model, "last_exited").run(greedy)]
+
+
+def test_depth_indexed_refuses_gates_that_exit_early() -> None:
+    """Both at the edge (the option) and for a request; the message names layout and gate."""
+    with pytest.raises(ConfigError, match=r"depth_indexed.*delayed"):
+        engine(OURO, "depth_indexed", gate="delayed")
+    running = engine(OURO, "depth_indexed")
+    assert running.built.info.default_gate is Gate.NONE
+    scheduler = Scheduler(SchedulerConfig.resolve(running.config, running.built.info))
+    prompt = np.array([1, 2], np.int32).tobytes()
+    for gate in (Gate.REPLAY, Gate.OWN, Gate.DELAYED):
+        rejected = scheduler.submit(Submit(1, prompt, params(OURO, gate)))
+        assert rejected is not None and rejected.param == "gate" and gate.label in rejected.reason
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_stays_close_to_float32(model: Path) -> None:
+    """A smoke test of the other dtype: every request ends, and most first tokens, which come of one prefill, agree."""
+    prompts = prompts_of(model)
+    requests = [RequestParams(max_tokens=8, max_loops=R_MAX[model]) for _ in prompts]
+    batch = list(zip(prompts, requests, strict=True))
+    wide, narrow = (engine(model, "last_exited", dtype=dtype).run(batch) for dtype in ("float32", "bfloat16"))
+    assert all(len(answer.tokens) == 8 and answer.finish_reason == "length" for answer in narrow)
+    agree = sum(a.tokens[0] == b.tokens[0] for a, b in zip(wide, narrow, strict=True))
+    assert agree >= len(prompts) - 2

@@ -1,0 +1,121 @@
+"""Stages that do not fit the worker are refused before a kernel sees them: each field out of range, one at a time."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, Stage
+from depthbatch.common.messages import StageBatch
+from depthbatch.worker.checks import StageError, StageLimits, check_stage
+
+LIMITS = StageLimits(
+    num_slots=4, num_blocks=10, max_blocks=3, max_positions=48, r_max=4, vocab_size=50, buckets=(1, 2, 4)
+)
+
+
+def decode(stage: Stage, aux: tuple[int, int, int]) -> tuple[StageBatch, Int32Array]:
+    frame = np.array([[1, 4, 2, 0], [0, 47, 16, 0], [*aux, 0]], np.int32)
+    return StageBatch(7, stage, bucket=4, rows=3), frame
+
+
+def prefill() -> tuple[StageBatch, Int32Array]:
+    """Two sequences of 3 and 2 tokens, the second from position 46 on; one block."""
+    frame = np.array([1, 4, 0, 46, 3, 2, 1, 0, 5, 6, 49, 0, 1, 1, 2, 9], np.int32)
+    return StageBatch(7, Stage.PREFILL, bucket=0, rows=2, n_tokens=5, n_updates=1), frame
+
+
+def test_good_stages_pass() -> None:
+    """Every limit is touched from inside, so a bound one too tight fails here."""
+    for header, frame in (
+        prefill(),
+        decode(Stage.PRELUDE, (0, 9, 1)),
+        decode(Stage.CORE, (1, 4, 2)),
+        decode(Stage.CODA, (4, 1, 1)),
+    ):
+        check_stage(header, frame, None, LIMITS)
+    header, frame = decode(Stage.CORE, (1, 1, 1))
+    params = np.zeros((2, SLOT_PARAM_FIELDS), np.int32)
+    params[:, 0] = 1, 4
+    check_stage(msgspec.structs.replace(header, n_slot_params=2), frame, params, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "what"),
+    [
+        ((0, 0), 0, "slot out of range"),
+        ((0, 0), 5, "slot out of range"),
+        ((0, 0), -1, "slot out of range"),
+        ((0, 1), 1, "twice"),
+        ((0, 3), 3, "padding"),
+        ((2, 3), 1, "padding"),
+        ((1, 0), 48, "position"),
+        ((1, 0), -1, "position"),
+    ],
+)
+@pytest.mark.parametrize("stage", [Stage.PRELUDE, Stage.CORE, Stage.CODA])
+def test_bad_rows(stage: Stage, index: tuple[int, int], value: int, what: str) -> None:
+    header, frame = decode(stage, (1, 1, 1))
+    frame[index] = value
+    with pytest.raises(StageError, match=rf"stage 7 \({stage.label}\): .*{what}"):
+        check_stage(header, frame, None, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "value"), [(Stage.PRELUDE, -1), (Stage.PRELUDE, 10), (Stage.CORE, 0), (Stage.CORE, 5), (Stage.CODA, 0)]
+)
+def test_bad_aux(stage: Stage, value: int) -> None:
+    header, frame = decode(stage, (1, value, 1))
+    with pytest.raises(StageError, match="out of range"):
+        check_stage(header, frame, None, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "what"),
+    [
+        (0, 4, "twice"),
+        (1, 5, "slot"),
+        (3, 47, "position out of range"),
+        (2, -1, "start"),
+        (4, 0, "chunk without tokens"),
+        (5, 3, "add up"),
+        (6, 2, "sample"),
+        (8, 50, "token id"),
+        (9, -1, "token id"),
+        (13, 0, "slot that does not exist"),
+        (14, 3, "outside the block table"),
+        (15, 10, "block out of range"),
+        (15, 0, "block out of range"),
+    ],
+)
+def test_bad_prefills(index: int, value: int, what: str) -> None:
+    header, frame = prefill()
+    frame[index] = value
+    with pytest.raises(StageError, match=what):
+        check_stage(header, frame, None, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: msgspec.structs.replace(h, stage=9),
+        lambda h: msgspec.structs.replace(h, bucket=3),
+        lambda h: msgspec.structs.replace(h, bucket=2),
+        lambda h: msgspec.structs.replace(h, rows=0),
+        lambda h: msgspec.structs.replace(h, rows=5),
+        lambda h: msgspec.structs.replace(h, n_slot_params=1),
+    ],
+)
+def test_bad_headers(change: Callable[[StageBatch], StageBatch]) -> None:
+    header, frame = decode(Stage.CORE, (1, 1, 1))
+    with pytest.raises(StageError):
+        check_stage(change(header), frame, None, LIMITS)
+
+
+def test_slot_parameters_must_fit() -> None:
+    header, frame = decode(Stage.CORE, (1, 1, 1))
+    for params in (np.zeros(SLOT_PARAM_FIELDS - 1, np.int32), np.full(SLOT_PARAM_FIELDS, 5, np.int32)):
+        with pytest.raises(StageError, match=r"slot parameter frame|parameters of a slot"):
+            check_stage(msgspec.structs.replace(header, n_slot_params=1), frame, params, LIMITS)
+    with pytest.raises(StageError, match="slot parameter frame"):
+        check_stage(header, frame, np.full(SLOT_PARAM_FIELDS, 1, np.int32), LIMITS)

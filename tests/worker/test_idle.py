@@ -1,0 +1,114 @@
+"""Idle accounting and the simulated device's clock."""
+
+import numpy as np
+import pytest
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
+from depthbatch.common.messages import StageBatch, Variant
+from depthbatch.common.profile import DeviceProfile, parse_profile
+from depthbatch.worker import simulated
+from depthbatch.worker.checks import StageError
+from depthbatch.worker.idle import IdleClock
+from depthbatch.worker.simulated import SimulatedRunner, find_profile, simulated_info
+
+PROFILE = """{"name":"test","r_max":4,"bytes_per_kv_token":1024,
+ "core":{"delta_ms":5.0,"gamma_ms":0.5,"alpha_ms":0.01},
+ "prelude":{"delta_ms":0.05,"gamma_ms":0.001},"coda":{"delta_ms":0.35,"gamma_ms":0.002},
+ "prefill":{"delta_ms":6.0,"gamma_ms":0.02},"flops":{"core":1e9,"boundary":1e8}}"""
+
+
+def profile() -> DeviceProfile:
+    return parse_profile(PROFILE, "test")
+
+
+def runner(**options: object) -> SimulatedRunner:
+    config = EngineConfig.from_values({"device": "simulated:test", "max_num_seqs": 4, "max_model_len": 64} | options)
+    return SimulatedRunner(profile(), simulated_info(config, profile()), config.max_num_seqs)
+
+
+def core(step: int, positions: tuple[int, ...] = (9, 19)) -> tuple[StageBatch, np.ndarray]:
+    rows = len(positions)
+    frame = np.array([range(1, rows + 1), positions, [1] * rows], np.int32)
+    return StageBatch(step, Stage.CORE, bucket=rows, rows=rows), frame
+
+
+def test_waits_are_booked_by_what_the_next_stage_says() -> None:
+    """Three stages with gaps 0, 2 and 5: busy and both kinds of idle add up to the time from first start to last end."""
+    clock = IdleClock()
+    for start, end, no_work in ((10.0, 11.0, True), (11.0, 12.5, False), (14.5, 15.0, False), (20.0, 21.0, True)):
+        clock.book(start, end, no_work)
+    assert (clock.busy_s, clock.idle_scheduler_s, clock.idle_no_work_s, clock.steps) == (4.0, 2.0, 5.0, 4)
+
+
+def test_stage_times_follow_the_cost_model() -> None:
+    """t = delta + gamma B + alpha N_c with N_c the sum of position + 1: 5 + 0.5 * 2 + 0.01 * 30 ms."""
+    device = runner()
+    stage = device.launch(*core(1))
+    assert stage.ready_s - stage.start_s == pytest.approx(6.3e-3)
+    prompt = np.array([1, 0, 10, 1, *range(10), 1, 0, 3], np.int32)
+    prefill = device.launch(StageBatch(2, Stage.PREFILL, 0, 1, n_tokens=10, n_updates=1), prompt)
+    assert prefill.ready_s - prefill.start_s == pytest.approx(6.2e-3)
+
+
+def test_queued_stages_run_back_to_back_without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is ours: stages that arrive late in wall time, but before their predecessor ends, start at its end."""
+    now = [100.0]
+    monkeypatch.setattr(simulated.time, "monotonic", lambda: now[0])
+    device = runner()
+    starts, ends = [], []
+    for step in range(50):
+        stage = device.launch(*core(step))
+        starts.append(stage.start_s)
+        ends.append(stage.ready_s)
+        now[0] += 1e-3  # faster than the device
+    assert starts[1:] == ends[:-1]
+    assert ends[-1] == pytest.approx(100.0 + 50 * 6.3e-3)
+    now[0] = 200.0  # the queue ran dry
+    assert device.launch(*core(50)).start_s == 200.0
+
+
+def test_tokens_are_a_function_of_seed_and_position_alone() -> None:
+    """The same (seed, position) in other slots and batches gives the same token; another seed or position another."""
+    device = runner()
+    params = np.zeros((3, SLOT_PARAM_FIELDS), np.int32)
+    params[:, SlotParam.SLOT], params[:, SlotParam.SEED_HIGH] = (1, 2, 3), (7, 7, -8)
+    frame = np.array([[1, 2, 3, 4], [5, 5, 5, 6], [1, 1, 1, 1]], np.int32)
+    header = StageBatch(1, Stage.CODA, bucket=4, rows=4, n_slot_params=3)
+    first = device.launch(header, frame, params).output.token_ids
+    assert first[0] == first[1] and first[0] != first[2]
+    again = device.launch(StageBatch(2, Stage.CODA, 1, 1), np.array([2, 5, 3], np.int32)).output.token_ids
+    other = device.launch(StageBatch(3, Stage.CODA, 1, 1), np.array([2, 6, 3], np.int32)).output.token_ids
+    assert again.tolist() == [first[1]] and other[0] != first[1]
+    assert ((first >= 0) & (first < 49152)).all()
+
+
+def test_gates_never_fire() -> None:
+    header, frame = core(1)
+    batch = StageBatch(1, Stage.CORE, header.bucket, header.rows, variant=Variant.GATES)
+    assert runner().launch(batch, frame).output.flags.tolist() == [0, 0]
+
+
+def test_the_same_checks_as_a_real_worker() -> None:
+    header, frame = core(1)
+    frame[0, 0] = 9
+    with pytest.raises(StageError, match="slot out of range"):
+        runner().launch(header, frame)
+
+
+def test_bad_profiles_and_options_are_one_line() -> None:
+    """What a user can get wrong: no such profile, a missing or unknown key, a gate the device cannot decide."""
+    with pytest.raises(ConfigError, match="nowhere"):
+        find_profile("nowhere")
+    with pytest.raises(ConfigError, match=r"gone\.json: No such file"):
+        find_profile("/tmp/gone.json")
+    with pytest.raises(ConfigError, match="r_max"):
+        parse_profile(PROFILE.replace('"r_max":4,', ""), "p")
+    with pytest.raises(ConfigError, match="speed"):
+        parse_profile(PROFILE.replace('"r_max":4,', '"r_max":4,"speed":1,'), "p")
+    with pytest.raises(ConfigError, match="delta_ms"):
+        parse_profile(PROFILE.replace("5.0", "-5.0"), "p")
+    with pytest.raises(ConfigError, match="gate 'delayed'"):
+        runner(gate="delayed")
+    with pytest.raises(ConfigError, match="max_loops 5"):
+        runner(max_loops=5)
