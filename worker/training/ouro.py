@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from depthbatch.worker.training.layers import (
     RMSNorm,
     causal_attention,
@@ -19,6 +17,7 @@ from depthbatch.worker.training.layers import (
     rotate_halves,
     split_heads,
 )
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

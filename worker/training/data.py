@@ -1,0 +1,145 @@
+"""The demo task: generated text whose answers need a known number of loops.
+
+Every example is a prompt and the exact answer to it. Six classes, from trivial to hard:
+
+======== ==================================== ============ =============================================
+class    prompt                               answer       what it takes
+======== ==================================== ============ =============================================
+copy     ``say kq7x=``                        ``kq7x``     repeat what stands in the prompt
+count    ``347,348,``                         ``349,350``  go on counting
+add      ``12+30=``                           ``42``       carry, most significant digit first
+hop1..3  ``dc cb ba a7 ... ?bd=``             ``b7 d7``    follow pointers: ``ba`` says b points at a,
+                                                           ``a7`` that a is 7; k look-ups for class hopk
+======== ==================================== ============ =============================================
+
+In a hop prompt a pointer stands before the definition it points at, so nothing to the left of a
+definition resolves it and the look-ups of a query come one after the other. All hop classes draw from
+the same prompts (three chains of three names) and differ only in which names are asked for.
+
+Held-out prompts are those whose CRC-32 falls in one residue class; training never draws them, whatever
+the seed. Nothing is downloaded.
+"""
+
+import random
+import string
+import zlib
+from typing import NamedTuple
+
+CHAINS = 3
+CHAIN_LENGTH = 3
+HELDOUT_SHARE = 16
+CLASSES = ("copy", "count", "add", "hop1", "hop2", "hop3")
+
+
+class Example(NamedTuple):
+    """One question: the prompt text, the exact answer text, and its difficulty class."""
+
+    prompt: str
+    answer: str
+    difficulty: str
+
+
+def is_heldout(prompt: str) -> bool:
+    """Whether a prompt belongs to the held-out split; depends on its text alone."""
+    return zlib.crc32(prompt.encode()) % HELDOUT_SHARE == 0
+
+
+def _copy(rng: random.Random) -> tuple[str, str]:
+    word = "".join(rng.choices(string.ascii_lowercase + string.digits, k=rng.randint(2, 8)))
+    return f"say {word}=", word
+
+
+def _count(rng: random.Random) -> tuple[str, str]:
+    start = rng.randint(0, rng.choice((9, 95, 995)))
+    return f"{start},{start + 1},", f"{start + 2},{start + 3}"
+
+
+def _add(rng: random.Random) -> tuple[str, str]:
+    left, right = (rng.randint(0, rng.choice((9, 99, 99))) for _ in range(2))
+    return f"{left}+{right}=", str(left + right)
+
+
+class _Pointers(NamedTuple):
+    """A pointer list and its solution: each chain's names, farthest from the digit first, and its digit."""
+
+    text: str
+    chains: list[list[str]]
+    digits: list[str]
+
+
+def _pointers(rng: random.Random) -> _Pointers:
+    """A random interleaving of `CHAINS` pointer chains, each in dependency order."""
+    names = rng.sample(string.ascii_lowercase, CHAINS * CHAIN_LENGTH)
+    digits = rng.sample(string.digits, CHAINS)
+    chains = [names[i * CHAIN_LENGTH : (i + 1) * CHAIN_LENGTH] for i in range(CHAINS)]
+    order = [chain for chain in range(CHAINS) for _ in range(CHAIN_LENGTH)]
+    rng.shuffle(order)
+    placed = [0] * CHAINS
+    pairs = []
+    for chain in order:
+        position = placed[chain]
+        target = chains[chain][position + 1] if position + 1 < CHAIN_LENGTH else digits[chain]
+        pairs.append(chains[chain][position] + target)
+        placed[chain] += 1
+    return _Pointers(" ".join(pairs), chains, digits)
+
+
+def _ask(pointers: _Pointers, asked: list[tuple[int, int]]) -> tuple[str, str]:
+    """Prompt and answer for the names at (chain, look-ups from the digit)."""
+    names = [pointers.chains[chain][CHAIN_LENGTH - lookups] for chain, lookups in asked]
+    answer = " ".join(name + pointers.digits[chain] for name, (chain, _) in zip(names, asked, strict=True))
+    return f"{pointers.text} ?{''.join(names)}=", answer
+
+
+def _hop(rng: random.Random, lookups: int) -> tuple[str, str]:
+    pointers = _pointers(rng)
+    return _ask(pointers, [(chain, lookups) for chain in rng.sample(range(CHAINS), 2)])
+
+
+def _hop_mixed(rng: random.Random) -> tuple[str, str]:
+    """Six names of any depth: three times the values of a held-out hop prompt for a third more tokens."""
+    pointers = _pointers(rng)
+    every = [(chain, lookups) for chain in range(CHAINS) for lookups in range(1, CHAIN_LENGTH + 1)]
+    return _ask(pointers, rng.sample(every, 6))
+
+
+def draw(rng: random.Random, difficulty: str, heldout_split: bool = False) -> Example:
+    """Draw one example of a class from the training split, or from the held-out split.
+
+    Raises:
+        ValueError: `difficulty` is not in `CLASSES`.
+    """
+    if difficulty not in CLASSES:
+        raise ValueError(f"unknown difficulty class {difficulty!r}; known: {', '.join(CLASSES)}")
+    simple = {"copy": _copy, "count": _count, "add": _add}
+    while True:
+        if difficulty in simple:
+            prompt, answer = simple[difficulty](rng)
+        else:
+            prompt, answer = _hop(rng, int(difficulty[3:]))
+        if is_heldout(prompt) == heldout_split:
+            return Example(prompt, answer, difficulty)
+
+
+def heldout(seed: int, n: int) -> list[Example]:
+    """`n` held-out examples, the classes in turn, so each has n / 6 of them.
+
+    The same (seed, n) gives the same list, and a longer list starts with the shorter one. The small
+    classes (count: about 1,000 prompts in all) may repeat a prompt.
+    """
+    rng = random.Random(f"heldout-{seed}")
+    return [draw(rng, CLASSES[i % len(CLASSES)], heldout_split=True) for i in range(n)]
+
+
+def draw_training(rng: random.Random) -> Example:
+    """One training example, classes uniform, never a held-out prompt.
+
+    Half of the hop examples ask for six names of mixed depth; their class is `hop-mixed`.
+    """
+    difficulty = rng.choice(CLASSES)
+    if not difficulty.startswith("hop") or rng.random() < 0.5:
+        return draw(rng, difficulty)
+    while True:
+        prompt, answer = _hop_mixed(rng)
+        if not is_heldout(prompt):
+            return Example(prompt, answer, "hop-mixed")
