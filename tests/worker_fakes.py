@@ -1,9 +1,14 @@
-"""Small stand-ins for the worker's tests: a model spec with plain numbers."""
+"""Small stand-ins for the worker's tests: a model spec with plain numbers, a device profile."""
 
 import torch
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.models.interface import ModelSpec
+
+PROFILE = """{"name":"test","r_max":4,"bytes_per_kv_token":1024,
+ "core":{"delta_ms":5.0,"gamma_ms":0.5,"alpha_ms":0.01},
+ "prelude":{"delta_ms":0.05,"gamma_ms":0.001},"coda":{"delta_ms":0.35,"gamma_ms":0.002},
+ "prefill":{"delta_ms":6.0,"gamma_ms":0.02},"flops":{"core":1e9,"boundary":1e8}}"""
 
 
 def tiny_spec(r_max: int = 4, dtype: torch.dtype = torch.float32) -> ModelSpec:

@@ -11,11 +11,7 @@ from depthbatch.worker import simulated
 from depthbatch.worker.checks import StageError
 from depthbatch.worker.idle import IdleClock
 from depthbatch.worker.simulated import SimulatedRunner, find_profile, simulated_info
-
-PROFILE = """{"name":"test","r_max":4,"bytes_per_kv_token":1024,
- "core":{"delta_ms":5.0,"gamma_ms":0.5,"alpha_ms":0.01},
- "prelude":{"delta_ms":0.05,"gamma_ms":0.001},"coda":{"delta_ms":0.35,"gamma_ms":0.002},
- "prefill":{"delta_ms":6.0,"gamma_ms":0.02},"flops":{"core":1e9,"boundary":1e8}}"""
+from worker_fakes import PROFILE
 
 
 def profile() -> DeviceProfile:
