@@ -5,6 +5,7 @@ one by one, so that no second copy of the model exists while it is built.
 """
 
 import json
+import math
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -155,19 +156,17 @@ class DummySource:
 
     def take(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A made-up tensor in ``dtype`` (None: the model's)."""
-        shape = self._shapes[name]
-        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        shape, dtype = self._shapes[name], dtype or self._dtype
         if len(shape) == 1:
-            return out.fill_(0.0 if name.endswith("bias") else 1.0)
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype, device=self._device)
         width = (12.0 / shape[-1]) ** 0.5  # a uniform of width w has variance w**2 / 12
-        key = self._key(name)
-        flat = out.view(-1)
+        key, count = self._key(name), math.prod(shape)
         chunk = _DUMMY_CHUNK if self._device.type == "cpu" else _DUMMY_CHUNK << 6
-        for first in range(0, flat.numel(), chunk):
-            end = min(first + chunk, flat.numel())
-            lanes = torch.arange(first, end, device=self._device)
-            flat[first:end] = (uniform_of_key(key, lanes) - 0.5) * width
-        return out
+        parts = []
+        for first in range(0, count, chunk):
+            lanes = torch.arange(first, min(first + chunk, count), device=self._device)
+            parts.append(((uniform_of_key(key, lanes) - 0.5) * width).to(dtype))
+        return torch.cat(parts).view(shape)
 
     def _key(self, name: str) -> torch.Tensor:
         """int64 key of (seed, name), on the device."""

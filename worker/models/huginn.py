@@ -19,7 +19,7 @@ from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import BuildInputs, SpecOptions, TensorTable, checked_r_max, divisors
 from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
 from depthbatch.worker.models.rotary import RotaryTable
-from depthbatch.worker.ops import Linear, add_rms_norm, rms_norm, silu_mul
+from depthbatch.worker.ops import GatedLinear, Linear, add_rms_norm, rms_norm
 
 R_MIN = 2  # the first distance that counts is that of s_2 and s_1; a delayed decision so exits at 3 or later
 DEFAULT_R_MAX = 16  # accuracy is flat above (paper, E.2)
@@ -43,7 +43,7 @@ class BlockWeights:
     out: Linear  # D -> D
     norm_2: torch.Tensor
     norm_3: torch.Tensor
-    gate_up: Linear  # D -> 2I
+    gate_up: GatedLinear  # D -> I
     down: Linear  # I -> D
     norm_4: torch.Tensor
 
@@ -68,7 +68,7 @@ def seeded_state(seeds: torch.Tensor, positions: torch.Tensor, width: int, dtype
     """
     key = row_key(seeds, torch.zeros_like(seeds), positions)
     lanes = torch.arange(width, device=seeds.device) + STATE_LANE
-    symmetric = 2.0 * uniform_of_key(key[:, None], lanes) - 1.0  # [N, D] in (-1, 1)
+    symmetric = 2.0 * uniform_of_key(key.unsqueeze(-1), lanes) - 1.0  # [N, D] in (-1, 1)
     inside = math.erf(STATE_CUT / math.sqrt(2.0))  # probability within the cut
     return (torch.erfinv(symmetric * inside) * (math.sqrt(2.0) * STATE_STD)).to(dtype)
 
@@ -143,7 +143,7 @@ class Huginn:
         eps = self._eps
         qkv = block.qkv(rms_norm(x, block.norm_1, eps))
         x = add_rms_norm(x, block.out(attend.from_qkv(index, qkv, rotation, block.qk_bias)), block.norm_2, eps)
-        branch = block.down(silu_mul(block.gate_up(rms_norm(x, block.norm_3, eps))))
+        branch = block.down(block.gate_up(rms_norm(x, block.norm_3, eps)))
         return add_rms_norm(x, branch, block.norm_4, eps)
 
 
@@ -230,7 +230,7 @@ class HuginnFamily:
             core=stages["core_block"],
             coda=stages["coda"],
             final_norm=inputs.take("transformer.ln_f.weight"),
-            head=Linear(head[: spec.vocab_size]),
+            head=Linear(head.narrow(0, 0, spec.vocab_size)),
         )
         rotary = RotaryTable(spec.max_positions, spec.head_dim, config.rope_base("rope_base"), True, inputs.device)
         return Huginn(spec, weights, rotary, config.number("norm_eps"), inputs.state_init == "seeded")
@@ -247,7 +247,7 @@ def _block_weights(inputs: BuildInputs, prefix: str) -> BlockWeights:
         out=Linear(take("attn.proj.weight")),
         norm_2=take("norm_2.weight"),
         norm_3=take("norm_3.weight"),
-        gate_up=Linear(take("mlp.fc.weight")),
+        gate_up=GatedLinear(take("mlp.fc.weight")),
         down=Linear(take("mlp.proj.weight")),
         norm_4=take("norm_4.weight"),
     )

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.attention.interface import Rotation
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import (
     LOOKAHEAD_GATE,
@@ -23,7 +22,7 @@ from depthbatch.worker.models.family import (
 )
 from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
 from depthbatch.worker.models.rotary import RotaryTable
-from depthbatch.worker.ops import Linear, rms_norm, rms_norm_add, silu_mul
+from depthbatch.worker.ops import GatedLinear, Linear, norm_add_norm, rms_norm
 
 R_MIN = 2  # loop 1 is not trained to give usable outputs (paper, E.2)
 PUBLISHED_VOCAB_SIZE = 49152
@@ -39,7 +38,7 @@ class LayerWeights:
     out: Linear  # H Dh -> D
     input_norm_2: torch.Tensor  # [D]
     post_norm: torch.Tensor  # [D]
-    gate_up: Linear  # D -> 2I
+    gate_up: GatedLinear  # D -> I
     down: Linear  # I -> D
     post_norm_2: torch.Tensor  # [D]
 
@@ -86,10 +85,15 @@ class Ouro:
     def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
         """One loop: every layer, then the final norm."""
         (h,) = item
+        layers, eps = self.weights.layers, self._eps
         rotation = self._rotary.at(positions)
-        for index, layer in enumerate(self.weights.layers):
-            h = self._layer(index, layer, h, rotation, attend)
-        return (rms_norm(h, self.weights.norm, self._eps),)
+        following_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.norm)
+        x = rms_norm(h, layers[0].input_norm, eps)
+        for index, (layer, following_norm) in enumerate(zip(layers, following_norms, strict=True)):
+            branch = layer.out(attend.from_qkv(index, layer.qkv(x), rotation))
+            h, x = norm_add_norm(h, branch, layer.input_norm_2, layer.post_norm, eps)
+            h, x = norm_add_norm(h, layer.down(layer.gate_up(x)), layer.post_norm_2, following_norm, eps)
+        return (x,)
 
     def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
         """h as it is: each loop already ends with the final norm."""
@@ -111,15 +115,6 @@ class Ouro:
 
     def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
         raise NotImplementedError("ouro decides exits by its trained gate, not by convergence")
-
-    def _layer(
-        self, index: int, layer: LayerWeights, h: torch.Tensor, rotation: Rotation, attend: AttentionContext
-    ) -> torch.Tensor:
-        eps = self._eps
-        attended = attend.from_qkv(index, layer.qkv(rms_norm(h, layer.input_norm, eps)), rotation)
-        h = rms_norm_add(h, layer.out(attended), layer.input_norm_2, eps)
-        branch = layer.down(silu_mul(layer.gate_up(rms_norm(h, layer.post_norm, eps))))
-        return rms_norm_add(h, branch, layer.post_norm_2, eps)
 
 
 class OuroFamily:
@@ -202,10 +197,10 @@ class OuroFamily:
             norm=take("model.norm.weight"),
             head=Linear(embedding if _tied(config) else take("lm_head.weight")),
             gate=ScalarHead(
-                take("model.early_exit_gate.weight", torch.float32)[0],
+                take("model.early_exit_gate.weight", torch.float32).flatten(),
                 take("model.early_exit_gate.bias", torch.float32),
             ),
-            lookahead=None if lookahead is None else ScalarHead(lookahead["weight"][0], lookahead["bias"]),
+            lookahead=None if lookahead is None else ScalarHead(lookahead["weight"].flatten(), lookahead["bias"]),
         )
         rotary = RotaryTable(spec.max_positions, spec.head_dim, config.rope_base("rope_theta"), False, inputs.device)
         return Ouro(spec, weights, rotary, config.number("rms_norm_eps"))
@@ -221,7 +216,7 @@ def _layer_weights(inputs: BuildInputs, prefix: str) -> LayerWeights:
         out=Linear(take("self_attn.o_proj")),
         input_norm_2=take("input_layernorm_2"),
         post_norm=take("post_attention_layernorm"),
-        gate_up=Linear(torch.cat((take("mlp.gate_proj"), take("mlp.up_proj")))),
+        gate_up=GatedLinear(torch.cat((take("mlp.gate_proj"), take("mlp.up_proj")))),
         down=Linear(take("mlp.down_proj")),
         post_norm_2=take("post_attention_layernorm_2"),
     )

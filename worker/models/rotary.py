@@ -1,5 +1,9 @@
-"""Rotary angle tables. The table is computed on the CPU, so every device rotates by the same bits."""
+"""Rotary angle tables.
 
+The frequencies are computed on the host, so that angles, exact products in fp32, are the same on every device.
+"""
+
+import numpy as np
 import torch
 from depthbatch.worker.attention.interface import Rotation
 
@@ -16,10 +20,12 @@ class RotaryTable:
     """
 
     def __init__(self, max_positions: int, head_dim: int, base: float, interleaved: bool, device: torch.device) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), 1.0 / base**exponents)
-        self._cos = angles.cos().to(device)  # [P, Dh / 2]
-        self._sin = angles.sin().to(device)
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        frequencies = (np.float32(1.0) / np.float32(base) ** exponents).tolist()
+        places = torch.arange(max_positions, dtype=torch.float32, device=device)
+        angles = torch.outer(places, torch.tensor(frequencies, dtype=torch.float32, device=device))
+        self._cos = angles.cos()  # [P, Dh / 2]
+        self._sin = angles.sin()
         self._interleaved = interleaved
 
     def at(self, positions: torch.Tensor) -> Rotation:

@@ -1,0 +1,294 @@
+"""A model directory is either exactly what its config says or refused with one line that names what is wrong."""
+
+import json
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import HUGINN_TINY, OURO_TINY, make_tensors, tiny_config, write_checkpoint
+from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.loader import load_model, read_spec
+from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.family import TensorTable
+from depthbatch.worker.models.registry import find_family
+
+OURO_1_4B = {
+    **json.loads((OURO_TINY / "config.json").read_text()),
+    "vocab_size": 49152,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "max_position_embeddings": 65536,
+    "torch_dtype": "bfloat16",
+}
+OURO_2_6B = {**OURO_1_4B, "num_hidden_layers": 48}
+HUGINN_3_5B = {
+    **json.loads((HUGINN_TINY / "config.json").read_text()),
+    "vocab_size": 65536,
+    "padding_multiple": 4096,
+    "n_embd": 5280,
+    "n_heads": 55,
+    "intermediate_size": 17920,
+    "block_size": 4096,
+    "mean_recurrence": 32,
+    "eos_token_id": 65505,
+    "torch_dtype": "bfloat16",
+}
+RETROFITTED = {  # Huginn's class name, other blocks
+    **HUGINN_3_5B,
+    "block_class_name": "TransformerPreNormBlock",
+    "num_key_value_heads": 4,
+    "qk_bias": False,
+}
+
+
+def table_of(config: dict[str, Any]) -> TensorTable:
+    reader = ConfigReader(dict(config), "config.json")
+    return find_family(reader).tensors(reader)
+
+
+def config_only(path: Path, config: dict[str, Any]) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "parameters"),
+    [
+        (OURO_1_4B, 269, 1_434_652_673),
+        (OURO_2_6B, 533, 2_667_974_657),
+        (HUGINN_3_5B, 75, 3_564_976_800),
+    ],
+    ids=["ouro-1.4b", "ouro-2.6b", "huginn-3.5b"],
+)
+def test_published_sizes(config: dict[str, Any], tensors: int, parameters: int) -> None:
+    """Tensor and parameter counts of the published checkpoints: a wrong shape or a missing key changes one of them."""
+    shapes = table_of(config).required
+    assert len(shapes) == tensors
+    assert sum(prod(shape) for shape in shapes.values()) == parameters
+
+
+def test_published_key_names() -> None:
+    """Key lists equal those stored in the fidelity checkpoints, which use the public names."""
+    from safetensors import safe_open
+
+    for path in (OURO_TINY, HUGINN_TINY):
+        table = table_of(json.loads((path / "config.json").read_text()))
+        with safe_open(path / "model.safetensors", "pt") as stored:
+            assert table.required == {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+
+
+def test_published_specs(tmp_path: Path) -> None:
+    """KV bytes a token, loops, gates and stop tokens of the published models (models.md)."""
+    ouro = read_spec(config_only(tmp_path / "ouro", OURO_1_4B), load_format="dummy")
+    assert (ouro.r_max, ouro.r_min, ouro.r_limit, ouro.dtype) == (4, 2, 4, torch.bfloat16)
+    assert ouro.kv_bytes_per_token(KVLayout.SINGLE) == 192 * 1024
+    assert ouro.kv_bytes_per_token(KVLayout.LAST_EXITED) == 768 * 1024
+    assert ouro.eos_token_ids == (0, 2)
+    assert (ouro.default_gate, ouro.default_threshold, ouro.default_layout) == (Gate.DELAYED, 1.0, KVLayout.LAST_EXITED)
+    huginn = read_spec(config_only(tmp_path / "huginn", HUGINN_3_5B), load_format="dummy")
+    assert (huginn.r_max, huginn.r_min, huginn.r_limit) == (16, 2, 64)
+    assert huginn.kv_bytes_per_token(KVLayout.SINGLE) == 165 * 1024
+    assert huginn.kv_bytes_per_token(KVLayout.DEPTH_INDEXED) == 1402.5 * 1024
+    assert huginn.eos_token_ids == (65505, 65508)
+    assert huginn.tensor_parallel_degrees == (1, 5, 11, 55)
+
+
+def test_r_max_is_bounded() -> None:
+    assert read_spec(str(OURO_TINY), r_max=2).r_max == 2
+    assert read_spec(str(HUGINN_TINY), r_max=64).r_max == 64
+    for path, loops in ((OURO_TINY, 5), (OURO_TINY, 0), (HUGINN_TINY, 65)):
+        with pytest.raises(ConfigError, match=f"max_loops {loops}"):
+            read_spec(str(path), r_max=loops)
+
+
+def test_dummy_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
+    """Same seed, same weights; another seed, others; variance 1 / fan_in; nothing read but config.json."""
+    path = config_only(tmp_path, tiny_config(OURO_TINY))
+
+    def embedding(seed: int) -> torch.Tensor:
+        model: Any = load_model(path, load_format="dummy", seed=seed)
+        return model.weights.embedding
+
+    first = embedding(1)
+    assert torch.equal(first, embedding(1))
+    assert not torch.equal(first, embedding(2))
+    assert abs(first.var().item() * first.shape[-1] - 1) < 0.05
+
+
+def test_tied_head_and_ignored_tensors(tmp_path: Path) -> None:
+    """Stored rotary tables are ignored; a second copy of a tied head is accepted only if it is a copy."""
+    config = tiny_config(HUGINN_TINY)
+    tensors = make_tensors(config)
+    extra = {"freqs_cis": torch.zeros(3), "lm_head.weight": tensors["transformer.wte.weight"].clone()}
+    load_model(str(write_checkpoint(tmp_path / "same", config, tensors | extra)))
+    extra["lm_head.weight"][0, 0] += 1
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs"):
+        load_model(str(write_checkpoint(tmp_path / "other", config, tensors | extra)))
+    config = tiny_config(OURO_TINY)
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    load_model(str(write_checkpoint(tmp_path / "ouro", config, make_tensors(config) | rotary)))
+
+
+def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
+    path = config_only(tmp_path, tiny_config(OURO_TINY))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    assert read_spec(path, load_format="dummy").eos_token_ids == (0, 7)
+
+
+def test_dtype_auto_follows_config_then_checkpoint(tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path / "a", tiny_config(OURO_TINY, torch_dtype=None, dtype="bfloat16")))
+    assert read_spec(path).dtype is torch.bfloat16
+    path = str(write_checkpoint(tmp_path / "b", tiny_config(OURO_TINY, torch_dtype=None)))
+    assert read_spec(path).dtype is torch.float32
+    assert read_spec(path, dtype="bfloat16").dtype is torch.bfloat16
+
+
+Breaker = Callable[[Path], object]
+
+
+def edit_config(**changes: Any) -> Breaker:
+    """Rewrites config.json; None removes a field."""
+
+    def change(path: Path) -> None:
+        (path / "config.json").write_text(json.dumps(tiny_config(path, **changes)))
+
+    return change
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Breaker:
+    """Rewrites the checkpoint after a change to its tensors."""
+
+    def apply(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        tensors = make_tensors(config)
+        change(tensors)
+        write_checkpoint(path, config, tensors)
+
+    return apply
+
+
+def truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def text(name: str, content: str) -> Breaker:
+    return lambda path: (path / name).write_text(content)
+
+
+def remove(name: str) -> Breaker:
+    return lambda path: (path / name).unlink()
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+OURO_ERRORS: dict[str, tuple[Breaker, str]] = {
+    "no config": (remove("config.json"), r"has no config\.json"),
+    "broken JSON": (text("config.json", '{"model_type": '), r"config\.json: not valid JSON"),
+    "JSON list": (text("config.json", "[]"), r"config\.json: must hold a JSON object"),
+    "missing field": (edit_config(intermediate_size=None), "missing field 'intermediate_size'"),
+    "missing kv heads": (edit_config(num_key_value_heads=None), "missing field 'num_key_value_heads'"),
+    "missing rope": (edit_config(rope_theta=None), "missing field 'rope_theta'"),
+    "missing tie": (edit_config(tie_word_embeddings=None), "missing field 'tie_word_embeddings'"),
+    "wrong type": (edit_config(hidden_size="64"), "field 'hidden_size' must be an integer, got '64'"),
+    "boolean for integer": (edit_config(total_ut_steps=True), "field 'total_ut_steps' must be an integer"),
+    "zero": (edit_config(num_hidden_layers=0), "field 'num_hidden_layers' must be at least 1"),
+    "uneven groups": (edit_config(num_key_value_heads=3), "num_attention_heads 4 is not a multiple"),
+    "scaled rope": (edit_config(rope_scaling={"rope_type": "yarn"}), "'rope_scaling' of type 'yarn'"),
+    "activation": (edit_config(hidden_act="gelu"), "'hidden_act' = 'gelu' is not supported"),
+    "sliding window": (edit_config(layer_types=["sliding_attention"]), "'layer_types' holds"),
+    "eos": (edit_config(eos_token_id=300), "field 'eos_token_id' must hold token ids below 300"),
+    "float16": (edit_config(torch_dtype="float16"), "dtype 'float16' is not supported"),
+    "unknown": (edit_config(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "unknown architecture: .*'gpt2'"),
+    "no weights": (remove("model.safetensors"), r"has no \*\.safetensors"),
+    "empty weights": (text("model.safetensors", ""), r"model\.safetensors: cannot be read as safetensors"),
+    "cut-off weights": (truncate, r"model\.safetensors: cannot be read as safetensors"),
+    "missing tensor": (edit_tensors(lambda t: t.pop(UP)), rf"tensor '{UP}' is missing"),
+    "unexpected tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(2))), "tensor 'extra' is unexpected"),
+    "wrong shape": (
+        edit_tensors(lambda t: t.update({UP: t[UP].T.contiguous()})),
+        rf"tensor '{UP}' has shape \[64, 176\], expected \[176, 64\]",
+    ),
+    "NaN": (edit_tensors(lambda t: t[UP].view(-1)[5:6].fill_(torch.nan)), rf"tensor '{UP}' holds NaN"),
+    "infinity": (
+        edit_tensors(lambda t: t[UP].view(-1)[5:6].fill_(torch.inf)),
+        rf"tensor '{UP}' holds NaN or inf",
+    ),
+    "integers": (edit_tensors(lambda t: t.update({UP: t[UP].int()})), rf"tensor '{UP}' has type torch\.int32"),
+    "index names a missing file": (
+        text("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'),
+        r"has no b\.safetensors, which model\.safetensors\.index\.json names",
+    ),
+    "index escapes the directory": (
+        text("model.safetensors.index.json", '{"weight_map": {"a": "../b.safetensors"}}'),
+        "is not a plain file name",
+    ),
+    "broken gate": (text("lookahead_gate.safetensors", "x"), r"lookahead_gate\.safetensors: cannot be read"),
+}
+HUGINN_ERRORS: dict[str, tuple[Breaker, str]] = {
+    "retrofitted": (edit_config(block_class_name="TransformerPreNormBlock"), "'block_class_name' = 'TransformerPre"),
+    "unnamed block": (edit_config(block_class_name=None), "missing field 'block_class_name'"),
+    "no qk_bias": (edit_config(qk_bias=False), "'qk_bias' = False is not supported"),
+    "injection": (edit_config(injection_type="add"), "'injection_type' = 'add' is not supported"),
+    "grouped": (edit_config(num_key_value_heads=2), "grouped-query attention"),
+    "heads": (edit_config(n_heads=5), "n_embd 64 must be an even multiple of n_heads 5"),
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "name"), [(OURO_TINY, n) for n in OURO_ERRORS] + [(HUGINN_TINY, n) for n in HUGINN_ERRORS]
+)
+def test_errors_name_the_thing(base: Path, name: str, tmp_path: Path) -> None:
+    """Each way of breaking a directory gives one ModelError line; the unbroken directory loads (tested above)."""
+    change, message = (OURO_ERRORS if base == OURO_TINY else HUGINN_ERRORS)[name]
+    write_checkpoint(tmp_path, tiny_config(base))
+    change(tmp_path)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_retrofitted_recurrence_is_refused(tmp_path: Path) -> None:
+    """Huginn's class name on other blocks must not be misloaded, not even with made-up weights."""
+    with pytest.raises(ModelError, match="not supported"):
+        load_model(config_only(tmp_path, RETROFITTED), load_format="dummy")
+
+
+def test_missing_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that lead nowhere; a repo id without a network says both things it could have been."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name, message in (
+        (str(tmp_path / "none"), "does not exist"),
+        ("./none", "does not exist"),
+        ("demo-unknown", "does not exist"),
+        ("owner/none", "neither a local directory nor"),
+        (str(OURO_TINY / "config.json"), "is a file"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_spec(name)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float16"}, {"load_format": "gguf"}, {"state_init": "normal"}, {"r_max": -1}]
+)
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model(str(OURO_TINY), **options)
+    assert isinstance(caught.value, DepthbatchError)
+
+
+def test_demo_loads() -> None:
+    """The name 'demo' is a model in the package."""
+    model = load_model("demo")
+    assert model.spec.architecture == "ouro"
