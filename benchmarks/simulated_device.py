@@ -1,0 +1,101 @@
+"""How well the simulated device keeps its profile's time: ``python -m depthbatch.benchmarks.simulated_device PROFILE``.
+
+A second process plays the scheduler over a real socket and sends core steps, one or two in flight. Reported is how long
+after a stage's end on the device's clock its result was sent (``late_us``), and how long the device stood still between
+stages (``gap_us``): with two in flight nothing but the device's own bookkeeping could make a gap.
+"""
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+
+import numpy as np
+import zmq
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.frames import Stage
+from depthbatch.common.messages import Shutdown, StageBatch, StageResult, WorkerCommand, WorkerMessage, WorkerReady
+from depthbatch.common.transport import WORKER_ENDPOINT, Router, endpoint
+from depthbatch.worker.process import WorkerLink, WorkerLoop
+from depthbatch.worker.simulated import SimulatedRunner, find_profile, sharpen_timers, simulated_info
+
+
+def send_core_steps(
+    run_dir: str, count: int, in_flight: int, rows: int, results: "multiprocessing.Queue[float]"
+) -> None:
+    """The scheduler's side: keeps ``in_flight`` core steps at the worker, reports the gaps between them in seconds."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = Router(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerMessage)
+    frame = np.array([range(1, rows + 1), [300] * rows, [1] * rows], np.int32)
+    sent, done, last_end = 0, 0, None
+    peer = b""
+    while done < count:
+        router.socket.poll(1000)
+        received = router.receive()
+        if received is None:
+            continue
+        peer = received.peer
+        if isinstance(received.message, StageResult):
+            if last_end is not None:
+                results.put(received.message.start_s - last_end)
+            last_end = received.message.end_s
+            done += 1
+        elif not isinstance(received.message, WorkerReady):
+            continue
+        while sent < count and sent - done < in_flight:
+            sent += 1
+            router.send(peer, StageBatch(sent, Stage.CORE, rows, rows), frame.data)
+    router.send(peer, Shutdown())
+    router.close()
+    context.term()
+
+
+def measure(profile_name: str, count: int, in_flight: int, rows: int) -> dict[str, float]:
+    """Runs the worker's own loop in this process; percentiles in microseconds."""
+    config = EngineConfig(device=f"simulated:{profile_name}", max_num_seqs=rows)
+    profile = find_profile(profile_name)
+    info = simulated_info(config, profile)
+    runner = SimulatedRunner(profile, info, rows)
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as run_dir:
+        gaps: multiprocessing.Queue[float] = spawn.Queue()
+        scheduler = spawn.Process(target=send_core_steps, args=(run_dir, count, in_flight, rows, gaps))
+        scheduler.start()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        link = WorkerLink(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerCommand)
+        link.send(WorkerReady(0, info))
+        cpu_s = time.process_time()
+        started_s = time.monotonic()
+        WorkerLoop(link, runner).run()
+        busy_share = (time.process_time() - cpu_s) / (time.monotonic() - started_s)
+        gap_s = [gaps.get() for _ in range(count - 1)]
+        scheduler.join()
+        link.close()
+        context.term()
+    late_us = np.array(runner.lateness_s) * 1e6
+    return {
+        "in_flight": in_flight,
+        "stages": count,
+        "stage_ms": 1e3 * profile.stage_seconds(Stage.CORE, rows, rows * 301),
+        "late_us_p50": round(float(np.percentile(late_us, 50)), 1),
+        "late_us_p99": round(float(np.percentile(late_us, 99)), 1),
+        "gap_us_p50": round(float(np.percentile(gap_s, 50)) * 1e6, 1),
+        "gap_us_p99": round(float(np.percentile(gap_s, 99)) * 1e6, 1),
+        "cpu_share": round(busy_share, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="depthbatch.benchmarks.simulated_device", description=__doc__)
+    parser.add_argument("profile", help="a profile file, or the name of a shipped one")
+    parser.add_argument("--stages", type=int, default=500)
+    parser.add_argument("--rows", type=int, default=64)
+    arguments = parser.parse_args()
+    sharpen_timers()
+    for in_flight in (2, 1):
+        print(json.dumps(measure(arguments.profile, arguments.stages, in_flight, arguments.rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

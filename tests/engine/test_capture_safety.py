@@ -1,0 +1,117 @@
+"""Decode stages can be captured as they stand: static addresses, nothing that survives, nothing that waits for the host.
+
+A CUDA graph replays fixed addresses, so a stage that rebinds a static tensor, keeps one it made, or asks the host for a
+value would replay garbage. On the CPU the first two show as changed addresses or as leftover memory, the last one as
+an operator that a dispatch mode sees.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import StageBatch, Variant
+from depthbatch.worker.runner import Runner
+from engine.oracle import HUGINN, OURO
+from engine.test_lockstep import engine
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HOST_READS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default", "aten.equal.default"}
+BUCKET, ROWS = 4, 3
+MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
+
+
+class Operators(TorchDispatchMode):
+    """Counts every operator that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
+    """One token of three rows that sit at different loops, with every variant on."""
+    variant = Variant.SAMPLE | Variant.GATES
+    for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, 3, 1))):
+        frame = np.zeros((3, BUCKET), np.int32)
+        frame[:, :ROWS] = [1, 2, 4], [position] * 3, aux
+        yield StageBatch(position * 10 + stage, stage, BUCKET, ROWS, variant=variant), frame
+
+
+def prepared(model: Path, layout: KVLayout) -> Runner:
+    """A runner with three short sequences and with parameters that ask for every filter and gate."""
+    runner = engine(model, layout).built.runner
+    params = np.zeros((ROWS, SLOT_PARAM_FIELDS), np.int32)
+    params[:, SlotParam.SLOT], params[:, SlotParam.TOP_K] = (1, 2, 4), 5
+    params[:, SlotParam.GATE] = Gate.OWN, Gate.DELAYED, Gate.NONE
+    floats = params.view(np.float32)
+    floats[:, SlotParam.TEMPERATURE], floats[:, SlotParam.TOP_P] = 0.8, 0.9
+    floats[:, SlotParam.EXIT_THRESHOLD] = 0.5
+    frame = np.array([1, 2, 4, 0, 0, 0, 2, 2, 2, 1, 1, 1, *range(6), 1, 0, 1, 2, 0, 2, 4, 0, 5], np.int32)
+    runner.run(StageBatch(1, Stage.PREFILL, 0, ROWS, 6, 3, n_slot_params=ROWS), frame, params)
+    return runner
+
+
+def live_tensors() -> Counter[tuple[int, ...]]:
+    gc.collect()
+    return Counter(tuple(thing.shape) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+
+
+@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize("model", MODELS)
+def test_a_stage_keeps_its_addresses_and_leaves_nothing_behind(model: Path, layout: KVLayout) -> None:
+    """Twice every stage: same static addresses, and not one more tensor alive. That stages did run is seen in the state."""
+    runner = prepared(model, layout)
+    for header, frame in stages(2):
+        runner.run(header, frame)
+    addresses = [tensor.data_ptr() for tensor in runner.static_tensors()]
+    before, token = live_tensors(), runner.stages.slots.token.clone()
+    for position in (3, 4):
+        for header, frame in stages(position):
+            runner.run(header, frame)
+    assert [tensor.data_ptr() for tensor in runner.static_tensors()] == addresses
+    assert not torch.equal(runner.stages.slots.token, token)
+    del token
+    assert live_tensors() <= before
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_stage_asks_the_host_for_nothing(model: Path) -> None:
+    """No operator that reads a value back or makes a shape of data; the mode is shown to see one where there is one."""
+    runner = prepared(model, KVLayout.LAST_EXITED)
+    for header, frame in stages(2):
+        with Operators() as seen:
+            runner.run(header, frame)
+        assert sum(seen.counts.values()) > 5
+        assert not HOST_READS & set(seen.counts), f"{Stage(header.stage).label} reads the device"
+    with Operators() as seen:
+        int(torch.ones(1).sum())
+    assert HOST_READS & set(seen.counts)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_operators_whatever_the_data(model: Path) -> None:
+    """Control flow that depends on data would show as another list of operators for other rows."""
+    runner = prepared(model, KVLayout.FIRST_THEN_SHARED)
+    lists = []
+    for position in (2, 3):
+        operators = []
+        for header, frame in stages(position):
+            if position == 3:
+                frame[2, :ROWS] = frame[2, :ROWS][::-1]
+            with Operators() as seen:
+                runner.run(header, frame)
+            operators.append(seen.counts)
+        lists.append(operators)
+    assert lists[0] == lists[1]
