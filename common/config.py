@@ -206,9 +206,9 @@ def _plain_type(name: str) -> type:
 
 
 def _parse(name: str, text: str, source: str) -> Any:
-    """A value from text; 'none' and '' clear a field that may be None."""
+    """A value from text; an empty one clears a field that may be None."""
     entry = FIELDS[name]
-    if entry.default is None and text.lower() in ("", "none"):
+    if entry.default is None and not text:
         return None
     kind = _plain_type(name)
     try:

@@ -42,6 +42,8 @@ class WindowDetokenizer:
 
     The window starts at a point whose text was final, so what the tokenizer does at the start of a sequence (a
     dropped space, say) cancels out; text that ends in an incomplete character is held until the next id completes it.
+    Tokenizers that fall back to bytes replace a whole run of bytes when one is wrong; what was right before it and has
+    been shown stays shown.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from depthbatch.frontend.launch import Launcher
 
-FAKE = Path(__file__).parent / "fake_engine.py"
+FAKE = Path(__file__).parent.parent / "frontend_fakes" / "fake_engine.py"
 
 
 @pytest.fixture

@@ -1,0 +1,135 @@
+"""Options from four sources: each field reachable from each, the stronger one wins, and nothing wrong gets through."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from depthbatch.common.config import (
+    FIELD_NAMES,
+    EngineConfig,
+    add_config_arguments,
+    config_from_sources,
+    read_toml,
+    to_toml,
+)
+from depthbatch.common.errors import ConfigError
+
+# a value for every field that is valid and not the default
+OTHER: dict[str, Any] = {
+    "model": "elsewhere", "load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "policy": "cb",
+    "max_num_seqs": 7, "max_num_batched_tokens": 99, "min_free_slots": 3, "min_coda_batch": 2, "kv_headroom": 0.25,
+    "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
+    "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
+    "async_scheduling": "lookahead", "threads": 1, "seed": 5,
+}  # fmt: skip
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_table_covers_every_field() -> None:
+    """The tests below run over OTHER: a field that is missing there would not be tested at all."""
+    assert set(OTHER) == set(FIELD_NAMES)
+    defaults = EngineConfig()
+    assert all(getattr(defaults, name) != value for name, value in OTHER.items())
+
+
+@pytest.mark.parametrize("name", [name for name in FIELD_NAMES if name != "model"])
+def test_precedence(name: str, tmp_path: Path) -> None:
+    """Command line > environment > TOML > default, for every option by itself. Each step removes the strongest source
+    of the last one, and the value below it must show."""
+    value, default = OTHER[name], getattr(EngineConfig(), name)
+    file = tmp_path / "options.toml"
+    file.write_text(to_toml(dataclasses.replace(EngineConfig(), **{name: value})))
+    from_file = ("--config", str(file))
+    option, variable = "--" + name.replace("_", "-"), "DEPTHBATCH_" + name.upper()
+    as_default = "" if default is None else str(default)
+    assert getattr(config_from_sources(parse(), {}), name) == default
+    assert getattr(config_from_sources(parse(*from_file), {}), name) == value
+    assert getattr(config_from_sources(parse(*from_file), {variable: as_default}), name) == default
+    assert getattr(config_from_sources(parse(*from_file, option, str(value)), {variable: as_default}), name) == value
+
+
+def test_round_trips() -> None:
+    """What a child process and what --print-config | --config get is the same configuration."""
+    config = EngineConfig(**OTHER)
+    assert EngineConfig.from_json(config.to_json()) == config
+
+
+def test_print_config_reads_back(tmp_path: Path) -> None:
+    for config in (EngineConfig(), EngineConfig(**OTHER)):
+        file = tmp_path / "printed.toml"
+        file.write_text(to_toml(config))
+        assert EngineConfig.from_values(read_toml(file)) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"polcy": "cb"}, ("polcy", "policy")),
+        ({"policy": "auto-magic"}, ("policy", "auto-magic")),
+        ({"max_num_seqs": 0}, ("max_num_seqs", "0")),
+        ({"max_num_seqs": "8"}, ("max_num_seqs", "'8'")),
+        ({"max_num_seqs": True}, ("max_num_seqs", "True")),
+        ({"max_num_seqs": 2.5}, ("max_num_seqs", "2.5")),
+        ({"max_num_seqs": None}, ("max_num_seqs", "None")),
+        ({"kv_headroom": -0.1}, ("kv_headroom", "-0.1")),
+        ({"kv_headroom": float("nan")}, ("kv_headroom", "nan")),
+        ({"exit_threshold": -1.0}, ("exit_threshold", "-1.0")),
+        ({"exit_threshold": "x"}, ("exit_threshold", "x")),
+        ({"kv_blocks": -5}, ("kv_blocks", "-5")),
+        ({"device": "tpu"}, ("device", "tpu")),
+        ({"gate": "fixed"}, ("gate", "fixed")),
+        ({"min_loops": 4, "max_loops": 2}, ("min_loops 4", "max_loops 2")),
+        ({"min_free_slots": 9, "max_num_seqs": 8}, ("min_free_slots 9", "max_num_seqs 8")),
+        ({"min_coda_batch": 9, "max_num_seqs": 8}, ("min_coda_batch 9", "max_num_seqs 8")),
+        ({"kv_layout": "depth_indexed", "gate": "own"}, ("depth_indexed", "own")),
+        ({"seed": -1}, ("seed", "-1")),
+    ],
+)
+def test_bad_values(values: dict[str, Any], names: tuple[str, ...]) -> None:
+    """The message names the option and the value: a user must not have to guess."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_values(values)
+    assert all(name in str(caught.value) for name in names), caught.value
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("polcy = 'cb'", ("polcy", "did you mean 'policy'")),
+        ("max-num-seqs = 'many'", ("max-num-seqs", "'many'")),
+        ("policy = 3", ("policy", "3")),
+        ("policy = ", ("not TOML",)),
+        ("[policy]\nname = 'cb'", ("policy", "{'name': 'cb'}")),
+        ("\xff", ("not TOML",)),
+    ],
+)
+def test_bad_toml(text: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """The message names file, key and value."""
+    file = tmp_path / "bad.toml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError) as caught:
+        config_from_sources(parse("--config", str(file)), {})
+    assert all(name in str(caught.value) for name in ("bad.toml", *names)), caught.value
+
+
+def test_gate_none_is_a_gate() -> None:
+    """``--gate none`` asks for full depth; it must not be taken for "no gate given"."""
+    assert config_from_sources(parse("--gate", "none"), {}).gate == "none"
+
+
+def test_missing_toml_file() -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        config_from_sources(parse("--config", "/nowhere.toml"), {})
+
+
+def test_bad_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="DEPTHBATCH_MAX_NUM_SEQS must be a whole number, not 'x'"):
+        config_from_sources(parse(), {"DEPTHBATCH_MAX_NUM_SEQS": "x"})

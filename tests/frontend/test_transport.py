@@ -1,0 +1,148 @@
+"""The ZeroMQ layer: nothing lost, nothing decoded that is no message, peers that have gone noticed, run directories."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.messages import Abort, FrontendMessage, GetStats, Hello, SchedulerMessage, SchedulerStats
+from depthbatch.common.transport import Dealer, Received, Router, RunDir, endpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(0)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return endpoint(tmp_path, "s")
+
+
+def receive(link: Router | Dealer) -> Received:
+    """The next message, waited for."""
+    for _ in range(100):
+        received = link.receive()
+        if received is not None:
+            return received
+        link.socket.poll(100)
+    raise AssertionError("nothing came")
+
+
+def test_both_ways_with_frames(context: Context, address: str) -> None:
+    """Frames arrive bit by bit as they were sent, and only after their header."""
+    dealer = Dealer(context, address, SchedulerMessage)
+    dealer.send(Hello())  # before anyone has bound: it must wait, not get lost
+    router = Router(context, address, FrontendMessage)
+    frame = np.arange(6, dtype=np.int32)
+    dealer.send(Abort(5), frame, b"raw")
+    hello, abort = receive(router), receive(router)
+    assert hello.message == Hello() and not hello.frames
+    assert abort.message == Abort(5) and abort.frames == [frame.tobytes(), b"raw"]
+    assert router.send(abort.peer, SchedulerStats({"a": 1.0}))
+    assert receive(dealer).message == SchedulerStats({"a": 1.0})
+
+
+def test_nothing_is_dropped(context: Context, address: str) -> None:
+    """20,000 messages to a reader that sleeps: beyond any default high-water mark, all arrive, in order."""
+    router = Router(context, address, FrontendMessage)
+    dealer = Dealer(context, address, SchedulerMessage)
+    dealer.send(Hello())
+    peer = receive(router).peer
+    for i in range(20_000):
+        assert router.send(peer, SchedulerStats({"i": i}))
+    for i in range(20_000):
+        assert receive(dealer).message == SchedulerStats({"i": i})
+
+
+@given(parts=st.lists(st.binary(max_size=40), min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_bytes_are_counted_and_skipped(parts: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever comes, receive neither raises nor loses the good message behind it; what it lets through is a message."""
+    context: Context = zmq.Context.instance()
+    address = f"inproc://{os.urandom(8).hex()}"
+    router = Router(context, address, FrontendMessage)
+    dealer = Dealer(context, address, SchedulerMessage)
+    dealer.socket.send_multipart(parts)
+    dealer.send(GetStats())
+    first = receive(router)
+    if first.message != GetStats():
+        assert isinstance(first.message, FrontendMessage)
+        assert receive(router).message == GetStats()
+    else:
+        assert router.decode_errors == 1
+    dealer.close(0)
+    router.close(0)
+
+
+def test_gone_peer_is_reported(context: Context, address: str) -> None:
+    """A ROUTER would discard in silence; the scheduler would decode for nobody."""
+    router = Router(context, address, FrontendMessage)
+    dealer = Dealer(context, address, SchedulerMessage)
+    dealer.send(Hello())
+    peer = receive(router).peer
+    assert router.send(peer, SchedulerStats({}))
+    dealer.close(0)
+    deadline = time.monotonic() + 10
+    while router.send(peer, SchedulerStats({})):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_address_in_use_is_a_config_error(context: Context, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot bind"):
+        Router(context, endpoint(tmp_path / "missing", "s"), FrontendMessage)
+
+
+# --- run directories
+
+
+def test_run_dir_is_private_and_removed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "base")
+    assert run_dir.path.stat().st_mode & 0o777 == 0o700
+    assert run_dir.path.parent.stat().st_mode & 0o777 == 0o700
+    other = RunDir(tmp_path / "base")
+    assert other.path != run_dir.path and run_dir.path.exists()  # a second engine does not take the first one's
+    run_dir.remove()
+    run_dir.remove()
+    other.remove()
+    assert not run_dir.path.exists()
+
+
+def test_stale_run_dir_is_removed(tmp_path: Path) -> None:
+    """A process that is killed leaves its directory; the next engine removes it, but not one that is in use."""
+    code = "import sys, os, signal; from depthbatch.common.transport import RunDir; d = RunDir(sys.argv[1])\n"
+    code += "print(d.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    stale = Path(killed.stdout.strip())
+    assert stale.is_dir()
+    in_use = RunDir(tmp_path)
+    assert not stale.exists() and in_use.stale_removed == 1
+    assert RunDir(tmp_path).stale_removed == 0 and in_use.path.exists()
+
+
+def test_base_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    """Somebody else could put a socket there and be our worker."""
+    base = tmp_path / "open"
+    base.mkdir()
+    base.chmod(0o777)
+    with pytest.raises(ConfigError, match="only this user can write"):
+        RunDir(base)
+
+
+def test_too_long_path_is_refused(tmp_path: Path) -> None:
+    """The kernel would cut it at 107 bytes, or ZeroMQ fail with an error that does not say why."""
+    with pytest.raises(ConfigError, match="107 bytes"):
+        RunDir(tmp_path / ("x" * 100))
