@@ -56,7 +56,9 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
     class BoundedProtocol(HttpToolsProtocol):
         _head_bytes = 0
+        _unfinished_bytes = 0
         _in_head = True
+        _head_ended = False
         _active: RequestResponseCycle | None = None
 
         def on_message_begin(self) -> None:
@@ -74,6 +76,7 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._in_head = False
+            self._head_ended = True
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
@@ -82,12 +85,15 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
             super().on_message_complete()
 
         def data_received(self, data: bytes) -> None:
-            was_in_head, before = self._in_head, self._head_bytes
+            was_in_head, self._head_ended = self._in_head, False
             super().data_received(data)
-            if was_in_head and self._in_head and self._head_bytes == before and not self.transport.is_closing():
-                self._head_bytes += len(data)  # one long header is not told until it is complete
-                if self._head_bytes > max_header_bytes:
-                    self.send_400_response("Request head too large.")
+            if self._head_ended or not self._in_head:
+                self._unfinished_bytes = 0
+            elif was_in_head:  # a header is not told by the parser, hence not counted, until it is complete
+                self._unfinished_bytes += len(data)
+                if self._unfinished_bytes > max_header_bytes and not self.transport.is_closing():
+                    self._head_bytes = self._unfinished_bytes
+                    self.send_400_response("")
 
         def send_400_response(self, msg: str) -> None:
             if self._head_bytes <= max_header_bytes:

@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
 
-from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, Update
@@ -24,7 +23,7 @@ NATURAL_LENGTH = 40  # tokens after which the fake model says end of sequence
 def fake_info(**changes: object) -> EngineInfo:
     fields = {
         "model": "fake", "architecture": "fake", "vocab_size": VOCAB_SIZE, "r_max": R_MAX, "r_min": 1, "default_gate": Gate.LOOKAHEAD,
-        "gates": (Gate.LOOKAHEAD, Gate.OWN), "default_threshold": 0.5, "kv_layout": "last_exited", "block_size": 16, "num_blocks": 100,
+        "gates": (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.LOOKAHEAD, Gate.OWN), "default_threshold": 0.5, "kv_layout": "last_exited", "block_size": 16, "num_blocks": 100,
         "kv_bytes_per_token": 1024, "max_model_len": MAX_MODEL_LEN, "boundary_layers": 0, "buckets": (1, 2, 4, 8), "device": "cpu",
         "dtype": "float32", "eos_token_ids": (EOS_ID,),
     }  # fmt: skip
@@ -52,7 +51,7 @@ class FakeEngine:
         self.running: dict[str, asyncio.Event] = {}
         self.tokens_made = 0
         self._slots = asyncio.Semaphore(slots)
-        self._defaults = RequestDefaults(EngineConfig(), self.info)
+        self._defaults = RequestDefaults(self.info, seed=0)
         self._aborts: set[str] = set()
         self._known: set[str] = set()
 

@@ -15,7 +15,7 @@ from depthbatch.frontend.tokenizer import Tokenizer
 from prometheus_client import generate_latest
 from serving_fakes.engine import FakeEngine
 
-START_S = 20.0
+START_S = 10.0
 
 
 class FakeProbe:

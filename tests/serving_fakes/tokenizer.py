@@ -3,6 +3,8 @@
 from functools import cache
 
 from depthbatch.frontend.tokenizer import Tokenizer, byte_level_alphabet
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 SPECIAL = ("<|eos|>", "<|im_start|>", "<|im_end|>")
 EOS_ID = 256
@@ -16,16 +18,9 @@ TEMPLATE = (
 @cache
 def byte_tokenizer(chat_template: bool = True) -> Tokenizer:
     """Token id of a byte is the byte; 256 is end of sequence."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     backend = Backend(models.BPE(vocab=dict(byte_level_alphabet()), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    loaded = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=SPECIAL[0], additional_special_tokens=list(SPECIAL[1:])
-    )
-    if chat_template:
-        loaded.chat_template = TEMPLATE
-    return Tokenizer(loaded)
+    backend.add_special_tokens(list(SPECIAL))
+    config = {"eos_token": SPECIAL[0], **({"chat_template": TEMPLATE} if chat_template else {})}
+    return Tokenizer(backend, config)

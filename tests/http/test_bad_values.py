@@ -1,0 +1,134 @@
+"""Row "bad parameter gives 500 or a device assert": every value below is a 4xx that names its field, and the engine
+still answers afterwards. A pass is not luck: the field's name must be in ``param``, not only in the prose."""
+
+import json
+
+import httpx
+import pytest
+from serving_fakes.engine import MAX_MODEL_LEN, R_MAX
+from serving_fakes.tokenizer import VOCAB_SIZE
+
+BAD = [
+    ("temperature", -0.1), ("temperature", 2.5), ("temperature", "0.5"), ("temperature", True), ("temperature", [1]),
+    ("top_p", 0), ("top_p", 1.1), ("top_p", -1), ("top_p", "1"),
+    ("top_k", -2), ("top_k", 1.5), ("top_k", "5"), ("top_k", 2**40),
+    ("min_p", -0.5), ("min_p", 2), ("min_p", {}),
+    ("seed", "abc"), ("seed", 1.5), ("seed", 2**70),
+    ("n", 0), ("n", -1), ("n", 17), ("n", 10**9), ("n", "2"), ("n", 1.0),
+    ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1.5), ("max_tokens", "10"), ("max_tokens", 2**31),
+    ("max_tokens", MAX_MODEL_LEN),
+    ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", "1"),
+    ("stop", ""), ("stop", 5), ("stop", ["ok", ""]), ("stop", ["x"] * 17), ("stop", "x" * 1025), ("stop", [None]),
+    ("stop_token_ids", [-1]), ("stop_token_ids", [VOCAB_SIZE]), ("stop_token_ids", "1"), ("stop_token_ids", [0] * 257),
+    ("ignore_eos", "yes"), ("ignore_eos", 1),
+    ("exit_threshold", -1), ("exit_threshold", "0.5"), ("exit_threshold", {"a": 1}),
+    ("min_loops", 0), ("min_loops", R_MAX + 1), ("min_loops", 1.5),
+    ("max_loops", 0), ("max_loops", R_MAX + 1), ("max_loops", 10**6),
+    ("num_loops", 0), ("num_loops", R_MAX + 1), ("num_loops", "2"),
+    ("gate", "nonsense"), ("gate", "convergence"), ("gate", "preloop"), ("gate", 3), ("gate", ""),
+    ("priority", "high"), ("priority", 2**40),
+    ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "soon"), ("timeout_s", 1e9),
+    ("stream", "true"), ("stream_options", {"include_usage": True}), ("stream_options", 3),
+    ("echo", 1), ("return_exit_depths", "yes"), ("request_id", ""), ("request_id", "white space"), ("request_id", 7),
+    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", 5), ("prompt", None), ("prompt", {"a": 1}),
+    ("prompt", [1, "a"]), ("prompt", [VOCAB_SIZE]), ("prompt", [-1]), ("prompt", ["a"] * 1025), ("prompt", [1.5]),
+    ("prompt", "x" * (MAX_MODEL_LEN + 1)),
+]  # fmt: skip
+
+UNSUPPORTED = [
+    ("logprobs", 1), ("logprobs", 0), ("logprobs", True), ("top_logprobs", 2), ("presence_penalty", 0.5),
+    ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("logit_bias", {"5": 1}), ("best_of", 2), ("suffix", "x"),
+    ("response_format", {"type": "json_object"}), ("guided_json", {}), ("guided_regex", "(a+)+$"),
+    ("structured_outputs", {"regex": "a"}), ("prompt_embeds", "AAAA"), ("tools", [{}]), ("functions", [{}]),
+    ("chat_template", "{{ 7 * 7 }}"), ("use_beam_search", True), ("bad_words", ["x"]), ("presence_penalty", "x"),
+]  # fmt: skip
+
+NEUTRAL = {
+    "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
+    "best_of": 1, "suffix": None, "response_format": {"type": "text"}, "tools": [], "user": "me", "unheard_of": 1,
+}  # fmt: skip
+
+
+def _post(http: httpx.Client, field: str, value: object) -> httpx.Response:
+    return http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 16, field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), BAD, ids=lambda value: repr(value)[:24])
+def test_bad_value_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
+    """Each field's range, type and bounds against the model; the too long prompt is max_tokens' or prompt's fault."""
+    answer = _post(http, field, value)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    expected = {field, "max_tokens"} if field == "prompt" and isinstance(value, str) and value else {field}
+    assert error["param"] in expected
+    assert error["type"] == "invalid_request_error" and error["message"] and error["code"]
+
+
+@pytest.mark.parametrize(("field", "value"), UNSUPPORTED, ids=lambda value: repr(value)[:24])
+def test_unsupported_field_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
+    """What the engine cannot honour is never accepted and ignored; regex bombs are never compiled."""
+    answer = _post(http, field, value)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert answer.json()["error"]["code"] == "unsupported_field"
+
+
+def test_neutral_and_unknown_fields_are_accepted(http: httpx.Client) -> None:
+    """Clients that send every field with its default work; unknown extras are ignored."""
+    plain = http.post("/v1/completions", json={"prompt": "hello", "temperature": 0})
+    answer = http.post("/v1/completions", json={"prompt": "hello", "temperature": 0, **NEUTRAL})
+    assert answer.status_code == 200
+    assert answer.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"nope", b"[]", b'"x"', b"null", b"{", b'{"prompt": "\\ud800"}', b'{"prompt":"a","temperature":NaN}',
+     b'{"prompt":"a","temperature":Infinity}', b'{"prompt":' + b"[" * 100_000, b"\xff\xfe{}", b'{"prompt":"\xff"}',
+     b'{"prompt":"a","seed":' + b"9" * 5000 + b"}"],
+    ids=lambda body: repr(body[:20]),
+)  # fmt: skip
+def test_broken_body_is_refused(http: httpx.Client, body: bytes) -> None:
+    """No JSON, wrong JSON, half a surrogate pair, non-finite numbers, deep nesting, endless digits: 400, never 500."""
+    paths = ["/v1/completions", "/v1/chat/completions"]
+    paths += ["/detokenize", "/abort"] + ["/tokenize"] * (b"temperature" not in body and b"seed" not in body)
+    for path in paths:
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, (path, answer.text)
+        assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "extra", "param"),
+    [
+        ([], {}, "messages"), ("hi", {}, "messages"), ([{"role": "user"}], {}, "messages"),
+        ([{"role": "<|im_start|>", "content": "x"}], {}, "messages"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "messages"),
+        ([{"role": "user", "content": "x" * MAX_MODEL_LEN}], {}, "messages"),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"enable_thinking": "<|x|>"}}, "chat_template_kwargs"),
+        ([{"role": "user", "content": "x"}], {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ([{"role": "user", "content": "x"}], {"logprobs": True}, "logprobs"),
+        ([{"role": "user", "content": "x"}], {"tools": [{"type": "function"}]}, "tools"),
+    ],
+)  # fmt: skip
+def test_bad_chat_is_refused_by_name(http: httpx.Client, messages: object, extra: dict, param: str) -> None:
+    """The same for conversations: other content than text, control tokens as roles, templates' private arguments."""
+    answer = http.post("/v1/chat/completions", json={"messages": messages, **extra})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_engine_is_alive_after_all_of_it(http: httpx.Client) -> None:
+    """Runs last in this file: the same server still generates, and holds nothing."""
+    answer = _post(http, "temperature", 0)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 16
+    assert json.loads(http.get("/health").text)["status"] == "ok"
+
+
+@pytest.mark.parametrize("length", [MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, MAX_MODEL_LEN + 1])
+def test_prompt_at_the_limit(http: httpx.Client, length: int) -> None:
+    """Row "prompt at the limit, one below, one above": prompt + max_tokens up to max_model_len is served."""
+    answer = http.post("/v1/completions", json={"prompt": [65] * length, "max_tokens": 1})
+    assert answer.status_code == (200 if length + 1 <= MAX_MODEL_LEN else 400)

@@ -1,0 +1,251 @@
+"""Bounded queue, deadlines, limits at the edge, keys, drain. Waits are on conditions, never on a clock."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+from depthbatch.common.errors import ConfigError
+from depthbatch.frontend.http.server import bind
+from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.tokenizer import Tokenizer
+from serving_fakes.server import LiveServer
+
+LIMIT_S = 10.0
+LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.005)
+
+
+class Background:
+    """A streaming request in a thread; ``lines`` grows."""
+
+    def __init__(self, server: LiveServer, body: dict) -> None:
+        self.lines: list[str] = []
+        self.status: int | None = None
+        self._thread = threading.Thread(target=self._run, args=(server.url, body), daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str, body: dict) -> None:
+        with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+            self.status = answer.status_code
+            self.lines += (line for line in answer.iter_lines() if line)
+
+    def join(self) -> list[str]:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+        return self.lines
+
+
+def test_full_queue_answers_503_with_retry_after(tokenizer: Tokenizer) -> None:
+    """Row "queue grows without bound": the place after the last is refused at once, names its reason in the metrics,
+    and a place that is freed is given out again. Health is asked meanwhile and never enqueues."""
+    with LiveServer(tokenizer, engine={"slots": 1, "step_s": 0.02}, max_requests=3) as server:
+        running = [Background(server, LONG) for _ in range(3)]
+        wait_until(lambda: server.service.admission.in_flight == 3)
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+            refused = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "overloaded"
+            streamed = http.post("/v1/completions", json={**LONG, "stream": True})
+            assert streamed.status_code == 503, "a stream that cannot start has a real status"
+            assert http.get("/health").status_code == 200
+            assert 'admission_rejections_total{process="frontend",reason="queue_full"} 2.0' in http.get("/metrics").text
+            http.post("/abort", json={"request_id": "nothing"})
+            server.call(lambda: [server.loop.create_task(server.service.registry.abort_all())])
+            for stream in running:
+                stream.join()
+            assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+            never = http.post("/v1/completions", json={"prompt": ["x"] * 4, "max_tokens": 1})
+            assert never.status_code == 400, "more sequences than places could never run"
+
+
+@pytest.mark.parametrize("state", ["running", "queued"])
+def test_timeout_ends_a_request(tokenizer: Tokenizer, state: str) -> None:
+    """timeout_s holds while waiting as well as while running, frees the slot, and answers 504."""
+    with LiveServer(tokenizer, engine={"slots": 1, "step_s": 0.02}) as server:
+        if state == "queued":
+            Background(server, {**LONG, "request_id": "first"})
+            wait_until(lambda: len(server.engine.running) == 1)
+        answer = httpx.post(server.url + "/v1/completions", json={**LONG, "timeout_s": 0.2}, timeout=LIMIT_S)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        wait_until(lambda: server.engine.waiting == 0 and len(server.engine.running) == (state == "queued"))
+        httpx.post(server.url + "/abort", json={"request_id": "first"})
+
+
+def test_timeout_in_mid_stream_is_an_error_event(tokenizer: Tokenizer) -> None:
+    """After the first token the status is out: the error comes as an event, then the stream ends."""
+    with LiveServer(tokenizer, engine={"step_s": 0.02}) as server:
+        stream = Background(server, {**LONG, "timeout_s": 0.3})
+        lines = stream.join()
+        assert stream.status == 200 and len(lines) > 2
+        assert '"code":"timeout"' in lines[-2] and lines[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("n", [1, 3])
+def test_internal_error_has_its_status(tokenizer: Tokenizer, at: int, n: int) -> None:
+    """Row "200 with a broken body after an internal error": a real 500 before the first token, an error event after
+    it; the message says nothing of the inside; the other choices are ended."""
+    with LiveServer(tokenizer) as server:
+        server.engine.fail_at = at
+        plain = httpx.post(server.url + "/v1/completions", json={**LONG, "n": n})
+        assert plain.status_code == 500 and plain.json()["error"]["code"] == "internal_error"
+        assert "fake" not in plain.text
+        stream = Background(server, {**LONG, "n": n})
+        lines = stream.join()
+        if at == 0:
+            assert stream.status == 500
+        else:
+            assert stream.status == 200 and '"internal_error"' in lines[-2]
+        wait_until(lambda: not server.engine.running and server.service.admission.in_flight == 0)
+        server.engine.fail_at = None
+        assert httpx.post(server.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+
+
+def test_drain_finishes_streams_and_takes_no_more(tokenizer: Tokenizer) -> None:
+    """Row "SIGTERM cuts streams": after the signal /ready is 503 at once, new work gets 503 + Retry-After, running
+    streams end with their own reason, then the server ends."""
+    with LiveServer(tokenizer, engine={"step_s": 0.02}) as server:
+        stream = Background(server, {"prompt": "x", "max_tokens": 100, "ignore_eos": True})
+        wait_until(lambda: server.engine.tokens_made >= 2)
+        server.call(server.server.on_signal)
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+            assert http.get("/ready").status_code == 503
+            refused = http.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            assert http.get("/health").status_code == 200
+        lines = stream.join()
+        assert '"finish_reason":"length"' in lines[-2] and lines[-1] == "data: [DONE]"
+        assert len(lines) == 101
+        assert server.join()
+
+
+def test_second_signal_aborts(tokenizer: Tokenizer) -> None:
+    """The stream ends with reason abort instead of its 500 tokens, and the server ends."""
+    with LiveServer(tokenizer, engine={"step_s": 0.05}) as server:
+        stream = Background(server, LONG)
+        wait_until(lambda: server.engine.tokens_made >= 2)
+        server.call(server.server.on_signal)
+        server.call(server.server.on_signal)
+        lines = stream.join()
+        assert '"finish_reason":"abort"' in lines[-2] and len(lines) < 100
+        assert server.join()
+
+
+def test_drain_deadline_aborts(tokenizer: Tokenizer) -> None:
+    """A stream longer than drain_s is aborted, not waited for."""
+    with LiveServer(tokenizer, engine={"step_s": 0.05}, drain_s=0.2) as server:
+        stream = Background(server, LONG)
+        wait_until(lambda: server.engine.tokens_made >= 1)
+        server.call(server.server.on_signal)
+        assert '"finish_reason":"abort"' in stream.join()[-2]
+        assert server.join()
+
+
+def test_keys(tokenizer: Tokenizer) -> None:
+    """Row "API key compared with ==": any of the keys opens every route but the probes, which are open; that the
+    comparison is hmac's is asserted on the source, since time cannot be."""
+    import inspect
+
+    from depthbatch.frontend.http.edge import Edge
+
+    assert "hmac.compare_digest" in inspect.getsource(Edge._key_is_good)
+    with LiveServer(tokenizer, api_key="first,second") as server, httpx.Client(base_url=server.url) as http:
+        body = {"prompt": "x", "max_tokens": 1}
+        for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}, {"authorization": "é"}):
+            raw = {key: value.encode("latin-1") for key, value in header.items()}
+            answer = http.post("/v1/completions", json=body, headers=raw)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert http.get("/v1/models", headers=raw).status_code == 401
+        for key in ("first", "second"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert http.get(path).status_code == 200
+
+
+def test_large_bodies_are_refused(tokenizer: Tokenizer) -> None:
+    """Row "1 GiB body": refused by its length without being read, and by counting when it is chunked."""
+    with LiveServer(tokenizer, max_body_bytes=1000) as server, httpx.Client(base_url=server.url) as http:
+        port = int(server.url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 413")
+        chunked = http.post(
+            "/v1/completions", content=iter([b"x" * 600] * 3), headers={"content-type": "application/json"}
+        )
+        assert chunked.status_code == 413 and chunked.json()["error"]["code"] == "body_too_large"
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("size", [70_000, 1 << 20])
+def test_large_headers_are_refused(live: LiveServer, http: httpx.Client, size: int) -> None:
+    """Row "1 MiB header": 431, whether as one header, as many, as a long URL, or never finished."""
+    many = {f"x-{i}": "a" * 1000 for i in range(size // 1000)}
+    assert http.get("/version", headers={"x": "a" * size}).status_code == 431
+    assert http.get("/version", headers=many).status_code == 431
+    port = int(live.url.rsplit(":", 1)[1])
+    for head in (b"GET /version?" + b"a" * size, b"GET /version HTTP/1.1\r\nx: " + b"a" * size):
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
+            connection.sendall(head)
+            assert connection.recv(100).startswith(b"HTTP/1.1 431")
+    assert http.get("/version").status_code == 200
+
+
+def test_busy_port_is_told_before_anything_else(live: LiveServer) -> None:
+    """Row "port taken: found after minutes of loading": bind is the first step and names the address."""
+    port = int(live.url.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
+        bind(HttpConfig(port=port))
+
+
+def test_tokenising_does_not_block_the_loop(tokenizer: Tokenizer) -> None:
+    """Row "tokenising long prompts never blocks the event loop": the encoder is held in its thread, and health still
+    answers, as does a request of token ids."""
+    held, encoding = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            return getattr(tokenizer, name)
+
+        def encode(self, *args: object) -> list[int]:
+            encoding.set()
+            assert held.wait(LIMIT_S)
+            return tokenizer.encode(*args)
+
+    with LiveServer(Slow()) as server, httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
+        stream = Background(server, {"prompt": "x", "max_tokens": 1})
+        assert encoding.wait(LIMIT_S)
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
+        held.set()
+        stream.join()
+
+
+def test_metrics_count_what_was_done(tokenizer: Tokenizer) -> None:
+    """Tokens, requests, depths and latencies: the counters equal what the answers said."""
+    with LiveServer(tokenizer) as server, httpx.Client(base_url=server.url) as http:
+        usages = [
+            http.post("/v1/completions", json={"prompt": "abc", "max_tokens": m}).json()["usage"] for m in (1, 5, 60)
+        ]
+        text = http.get("/metrics").text
+        tokens = sum(usage["completion_tokens"] for usage in usages)
+        for line in (
+            'prompt_tokens_total{process="frontend"} 9.0',
+            f'generation_tokens_total{{process="frontend"}} {tokens}.0',
+            'request_success_total{finished_reason="length",process="frontend"} 2.0',
+            'request_success_total{finished_reason="stop",process="frontend"} 1.0',
+            'time_to_first_token_seconds_count{process="frontend"} 3.0',
+            f'inter_token_latency_seconds_count{{process="frontend"}} {tokens - 3}.0',
+            f'exit_depth_count{{process="frontend"}} {tokens}.0',
+            f'exit_depth_sum{{process="frontend"}} {sum(u["loops"] for u in usages)}.0',
+        ):
+            assert f"depthbatch:{line}" in text

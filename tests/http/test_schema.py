@@ -1,0 +1,41 @@
+"""schemathesis over the OpenAPI document: requests drawn from it, valid and not, get only the answers it lists.
+
+Row "bad parameter gives 500": no generated request may give a 5xx, an undocumented status or a body that differs
+from its documented shape. A pass is not luck: the operations that were tried are compared with the routes.
+"""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from serving_fakes.server import LiveServer
+
+CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+OPERATIONS = {
+    "POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{model}", "POST /tokenize",
+    "POST /detokenize", "GET /tokenizer_info", "POST /abort", "GET /health", "GET /ready", "GET /metrics",
+    "GET /version",
+}  # fmt: skip
+EXAMPLES = 12
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_every_operation(live: LiveServer, mode: GenerationMode) -> None:
+    """Bodies that fit the document, and bodies that break it."""
+    schema = schemathesis.openapi.from_url(live.url + "/openapi.json")
+    tried = set()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        tried.add(operation.label)
+        if mode is GenerationMode.NEGATIVE and operation.method.upper() == "GET":
+            continue
+
+        @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def answers_as_documented(case: schemathesis.Case) -> None:
+            case.call_and_validate(checks=CHECKS, timeout=20)
+
+        answers_as_documented()
+    assert tried == OPERATIONS
