@@ -192,3 +192,22 @@ def test_the_paged_worker_notices_a_block_given_out_early(monkeypatch: pytest.Mo
         harness.submit(request(index))
     with pytest.raises(AssertionError, match="another sequence"):
         harness.run()
+
+
+def test_a_preempted_request_waits_for_its_tokens_in_flight() -> None:
+    """A request preempted while its sampled token is in flight cannot be prefilled before that token is known, and
+    nothing else may take its turn. Rare, so searched for: over the seeds the wait must occur, and each time frames,
+    tokens and depths are those of off."""
+    waits = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        config = build(
+            rng.randint(2, 6), max_model_len=24, block_size=rng.randint(1, 3), num_blocks=rng.randint(16, 30)
+        )
+        submits = [
+            request(i, Gate.REPLAY, rng.randint(1, 10), depths=rng.choices([1, 1, 1, 2, 4], k=10)) for i in range(10)
+        ]
+        off, ahead = (scripted(config, [(0, s) for s in submits], [], mode, True, 0) for mode in ("off", "lookahead"))
+        assert (ahead.stages, ahead.answers) == (off.stages, off.answers)
+        waits += ahead.waits
+    assert waits >= 3

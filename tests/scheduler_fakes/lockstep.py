@@ -36,6 +36,7 @@ class Lockstep:
         self.stages: list[tuple] = []
         self.dispatched = 0
         self.keep_stages = False
+        self.waits = 0  # times that a preempted request's tokens in flight held everything up
         self._verify_every = verify_every
         self._operations = 0
 
@@ -58,7 +59,9 @@ class Lockstep:
 
     def dispatch(self) -> ScheduledStage | None:
         """One stage, executed at once (the worker's order is the order of dispatch), its result held back."""
+        may_choose = not self.scheduler._in_flight.full()
         stage = self.scheduler.next_stage(0.0)
+        self.waits += stage is None and may_choose and bool(self.scheduler._unsettled)
         if stage is not None:
             self.dispatched += 1
             if self.keep_stages:
