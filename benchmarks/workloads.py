@@ -83,14 +83,6 @@ HUGINN_EXITS: dict[float, dict[int, float]] = {
 HUGINN_WIDE: dict[int, float] = dict.fromkeys(range(7, 17), 0.1)  # "widely spread": depths 7 to 16, mean 11.5
 
 
-class GeneratedRequest(NamedTuple):
-    """One request of a generated or imported workload."""
-
-    prompt_tokens: int
-    output_tokens: int
-    exit_depths: Depths  # [output_tokens - 1], one a decode token; the first output token comes from prefill
-
-
 def draw_lengths(name: str, n: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     """Prompt and output tokens of ``n`` requests of workload ``name``, each int64 [n].
 
@@ -148,14 +140,3 @@ def draw_exit_depths(
     redraw[(ends - counts)[counts > 0]] = True
     source = np.maximum.accumulate(np.where(redraw, np.arange(total), 0))
     return np.split(fresh[source], ends[:-1])
-
-
-def generate(
-    name: str, n: int, exits: ExitDistribution, seed: int = 0, stickiness: float = DEFAULT_STICKINESS
-) -> list[GeneratedRequest]:
-    """A seeded workload of ``n`` requests. Lengths depend on (name, n, seed) only, so that thresholds are compared
-    on the same requests. Raises ConfigError for an unknown name."""
-    length_rng, depth_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
-    prompts, outputs = draw_lengths(name, n, length_rng)
-    depths = draw_exit_depths(outputs - 1, exits, depth_rng, stickiness)
-    return [GeneratedRequest(int(p), int(o), d) for p, o, d in zip(prompts, outputs, depths, strict=True)]

@@ -25,9 +25,9 @@ from depthbatch.scheduler.exit_forecast import ExitForecast
 from depthbatch.scheduler.inflight import InFlightStep
 from depthbatch.scheduler.policies import Move, QueueView
 
-_REFRESH_STEPS = 32  # core steps between refits
-_FAST_PLAY_STEPS = 300  # core steps of the tournament that are played one per real core step,
-_SLOW_PLAY = 4  # after that one in so many
+_REFRESH_STEPS = 32  # core steps between refits; in the beginning also after 8 and 16
+_FAST_PLAY = 4  # rounds of the tournament beside a core step until it has a verdict,
+_SLOW_PLAY = 4  # then one round beside every fourth core step
 _FORGET = 0.5  # of the flow counts, whenever they cover _FLOW_WIDTHS widths of finished requests
 _FLOW_WIDTHS = 4
 
@@ -84,9 +84,12 @@ class AutoPolicy:
 
     def _think(self, view: QueueView) -> None:
         """What is done beside a core step: a round of the tournament, and now and then a refit."""
-        if self.tournament.steps < _FAST_PLAY_STEPS or self._core_steps % _SLOW_PLAY == 0:
+        if not self.tournament.settled:
+            for _ in range(_FAST_PLAY):
+                self.tournament.play(view.informed)
+        elif self._core_steps % _SLOW_PLAY == 0:
             self.tournament.play(view.informed)
-        if self._core_steps % _REFRESH_STEPS == 0:
+        if self._core_steps % _REFRESH_STEPS == 0 or self._core_steps in (8, 16):
             self._refresh()
 
     def _refresh(self) -> None:

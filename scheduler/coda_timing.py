@@ -33,6 +33,7 @@ from depthbatch.scheduler.exit_forecast import ExitForecast
 FloatArray = npt.NDArray[np.float64]
 THETAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, 6.5, 10.0, 16.0, 32.0, 1e6)
 _MEMORY_ROW_STEPS = 40_000.0  # of the tournament's counts; older ones are forgotten
+_DISCOUNT = 0.25  # of the counts whenever twice as many depths are known
 _MIN_ROW_STEPS = 6_000  # played before its result counts
 
 
@@ -78,11 +79,15 @@ class Tournament:
         self._step = np.arange(1.0, forecast.r_max + 1.0)
         self._counts = np.zeros((3, n))  # core steps, codas, tokens, with forgetting
         self._depths: Int32Array | None = None
+        self._tokens_known = 0
         self.steps = 0
 
     def refresh(self) -> None:
-        """Takes the latest depths."""
+        """Takes the latest depths. As long as there are few, what was played on fewer still is discounted."""
         self._depths = self._forecast.sequences(self._rows)
+        if self._forecast.tokens >= 2 * self._tokens_known and self._tokens_known < self._forecast.capacity:
+            self._counts *= _DISCOUNT
+            self._tokens_known = max(self._forecast.tokens, 1)
 
     def play(self, informed: bool) -> None:
         """One core step of every candidate; nothing before there are depths to draw. ``informed``: the exits of the
@@ -105,9 +110,14 @@ class Tournament:
         counts[2] += waiting * go
         self.steps += 1
 
+    @property
+    def settled(self) -> bool:
+        """True when enough has been played for a verdict."""
+        return self.steps * self._rows >= _MIN_ROW_STEPS
+
     def best(self, core_delta: float, boundary_delta: float) -> float | None:
         """theta of the least fixed cost per token, None before enough has been played."""
-        if self.steps * self._rows < _MIN_ROW_STEPS:
+        if not self.settled:
             return None
         core_steps, codas, tokens = self._counts
         cost = (core_steps * core_delta + codas * boundary_delta) / np.maximum(tokens, 1e-9)

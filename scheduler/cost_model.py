@@ -12,6 +12,7 @@ from depthbatch.common.frames import Stage
 
 _FORGET = 0.998  # weight of a sample after one more: a memory of some 500 stages
 _PRIOR_WEIGHT = 0.02  # in samples
+_RIDGE = 1e-9  # relative
 _OUTLIER = 4.0  # a stage that took this many times its prediction was interrupted, not slow
 _MIN_SAMPLES = 3
 
@@ -45,7 +46,7 @@ class LinearFit:
         xx, xy = self._with_prior()
         keep = list(range(xy.size))
         while True:
-            solution = np.linalg.lstsq(xx[np.ix_(keep, keep)], xy[keep], rcond=None)[0]
+            solution = np.linalg.solve(xx[np.ix_(keep, keep)], xy[keep])
             worst = int(np.argmin(solution))
             if solution[worst] >= 0 or len(keep) == 1:
                 break
@@ -61,9 +62,11 @@ class LinearFit:
         return self._coefficients
 
     def _with_prior(self) -> tuple[np.ndarray, np.ndarray]:
-        """The normal equations in units of the mean work, plus a pseudo-sample 'no work takes half of the mean time'."""
+        """The normal equations plus a pseudo-sample 'no work takes half of the mean time', and a ridge that keeps them
+        solvable when some work never varied."""
         mean_seconds = self._xy[0] / self._xx[0, 0]
         xx, xy = self._xx.copy(), self._xy.copy()
+        xx.flat[:: xy.size + 1] *= 1.0 + _RIDGE
         xx[0, 0] += _PRIOR_WEIGHT
         xy[0] += _PRIOR_WEIGHT * 0.5 * mean_seconds
         return xx, xy

@@ -11,7 +11,7 @@ from depthbatch.common.frames import Int32Array
 FloatArray = npt.NDArray[np.float64]
 _MEMORY_TOKENS = 2048  # depths remembered over all slots,
 _MEMORY_PER_SLOT = 32  # or this many per slot where that is more
-_FEWEST_PER_SLOT = 16  # depths of a slot that make it worth replaying
+_FEWEST_PER_SLOT = 4  # depths of a slot that make it worth replaying
 _PRIOR = 0.5  # pseudo-tokens at r_max: loops beyond all that was seen are possible, and end there
 
 
@@ -28,8 +28,7 @@ class ExitForecast:
         self._memory = max(_MEMORY_PER_SLOT, _MEMORY_TOKENS // width)
         self._depths = np.zeros((width, self._memory), np.int64)
         self._written = np.zeros(width, np.int64)
-        self.stay = np.zeros((r_max + 1, r_max))
-        self.blind = np.zeros((r_max + 1, r_max))
+        self._loop_after = np.arange(r_max + 1)[:, None] + np.arange(1, r_max + 1)  # of a row with l loops, s steps on
         self.refresh()
 
     def add(self, slots: npt.NDArray[np.intp], depths: tuple[int, ...]) -> None:
@@ -46,17 +45,19 @@ class ExitForecast:
         counts[0] = 0.0
         counts[self.r_max] += _PRIOR
         at_least = counts[::-1].cumsum()[::-1]
-        hazard = np.ones(2 * self.r_max + 2)
+        hazard = np.ones(2 * self.r_max + 1)
         hazard[: self.r_max] = counts[:-1] / at_least[:-1]
-        loops = np.arange(self.r_max + 1)
-        alive_blind, alive_stay = np.ones(self.r_max + 1), np.ones(self.r_max + 1)
-        for step in range(1, self.r_max + 1):
-            now = hazard[loops + step]
-            self.blind[:, step - 1] = alive_blind * now
-            alive_blind *= 1.0 - now
-            if step > 1:
-                self.stay[:, step - 1] = alive_stay * now
-                alive_stay *= 1.0 - now
+        now = hazard[self._loop_after]
+        survive = 1.0 - now
+        self.blind = now * _product_before(survive)
+        survive[:, 0] = 1.0
+        self.stay = now * _product_before(survive)
+        self.stay[:, 0] = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Depths that are remembered."""
+        return self._depths.size
 
     @property
     def mean_depth(self) -> float:
@@ -78,3 +79,10 @@ class ExitForecast:
         at = (self._written[chosen][:, None] - length + last) % self._memory
         depths: Int32Array = self._depths[chosen[:, None], at].astype(np.int32)
         return depths
+
+
+def _product_before(factors: FloatArray) -> FloatArray:
+    """[:, s] = product of factors[:, :s]."""
+    out = np.ones_like(factors)
+    np.cumprod(factors[:, :-1], axis=1, out=out[:, 1:])
+    return out

@@ -1,0 +1,91 @@
+"""What auto learns online: hazards from depths, fixed costs from stage times."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from depthbatch.common.frames import Stage
+from depthbatch.scheduler.cost_model import LinearFit, StageCosts
+from depthbatch.scheduler.exit_forecast import ExitForecast
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@given(weights=st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(any), seed=st.integers(0, 999))
+@settings(max_examples=30, deadline=None)
+def test_forecast_is_the_conditional_distribution(weights: list[int], seed: int) -> None:
+    """Against the definition: P(depth = l + s | depth > l) and P(depth = l + s | depth > l + 1), from the depths given."""
+    r_max, width = len(weights), 8
+    forecast = ExitForecast(width, r_max)
+    rng = np.random.default_rng(seed)
+    seen = rng.choice(np.arange(1, r_max + 1), (forecast.capacity // width, width), p=np.array(weights) / sum(weights))
+    for row in seen:
+        forecast.add(np.arange(1, width + 1), tuple(row.tolist()))
+    forecast.refresh()
+    for loops in range(r_max):
+        beyond = seen[seen > loops]
+        later = seen[seen > loops + 1]
+        for step in range(1, r_max - loops + 1):
+            if beyond.size > 200:
+                assert forecast.blind[loops, step - 1] == pytest.approx(np.mean(beyond == loops + step), abs=0.01)
+            if later.size > 200:
+                assert forecast.stay[loops, step - 1] == pytest.approx(np.mean(later == loops + step), abs=0.01)
+
+
+def test_forecast_forgets() -> None:
+    """Traffic that changes its depths is forecast by the new ones once the memory has turned over."""
+    forecast = ExitForecast(4, 4)
+    for depth in (2, 3):
+        for _ in range(forecast.capacity // 4):
+            forecast.add(np.arange(1, 5), (depth,) * 4)
+    forecast.refresh()
+    assert forecast.mean_depth == 3.0
+    assert forecast.blind[0].tolist() == pytest.approx([0, 0, 1, 0], abs=0.01)
+
+
+def test_sequences_keep_each_slots_order() -> None:
+    """The tournament replays what is alike about neighbours; shuffled depths would lose it."""
+    forecast = ExitForecast(2, 9)
+    assert forecast.sequences(2) is None
+    for depth in (1, 2, 3, 4, 5):
+        forecast.add(np.array([2]), (depth,))
+    forecast.refresh()
+    sequences = forecast.sequences(2)
+    assert sequences is not None
+    for row in sequences.tolist():
+        assert sorted(row) == [1, 2, 3, 4, 5]
+        assert sum((b - a) % 5 == 1 for a, b in pairwise(row)) == 4
+
+
+@given(
+    delta=st.floats(1e-4, 1e-2),
+    gamma=st.floats(1e-6, 1e-3),
+    alpha=st.floats(1e-8, 1e-5),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=25, deadline=None)
+def test_fit_recovers_costs_from_noisy_stages(delta: float, gamma: float, alpha: float, seed: int) -> None:
+    """200 stages with 1 % noise, and a few that were interrupted and took 20 times as long: delta within 15 % wherever
+    it is a fair share of the time (else it does not matter)."""
+    rng = np.random.default_rng(seed)
+    fit = LinearFit(2)
+    for i in range(200):
+        rows, tokens = int(rng.integers(1, 65)), int(rng.integers(100, 30_000))
+        seconds = (delta + gamma * rows + alpha * tokens) * rng.normal(1.0, 0.01)
+        fit.add((rows, tokens), seconds * (20.0 if i > 50 and i % 40 == 0 else 1.0))
+        if i == 50:
+            fit.solve()
+    typical = delta + gamma * 32 + alpha * 15_000
+    solved = fit.solve()
+    assert solved is not None
+    assert abs(solved - delta) < max(0.15 * delta, 0.01 * typical)
+
+
+def test_costs_that_never_varied_are_split_by_the_prior() -> None:
+    """With one batch size only, delta cannot be known; it must come out between 0 and the whole, never negative or huge."""
+    costs = StageCosts()
+    for _ in range(50):
+        costs.add(Stage.CORE, 64, 10_000, 0.01)
+    costs.refit()
+    assert costs.core_delta is not None and 0.0 <= costs.core_delta <= 0.01
+    assert costs.boundary_delta is None and costs.prefill_delta is None
