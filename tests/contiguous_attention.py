@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import CacheGeometry, Rotation, split_and_rotate
+from depthbatch.worker.blocks import BlockStack
 from depthbatch.worker.models.interface import ModelSpec
 
 
@@ -72,3 +73,6 @@ class ContiguousAttention:
         self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self(layer, *split_and_rotate(qkv, self.geometry, rotation, qk_bias))
+
+    def run_stack(self, stack: BlockStack, x: torch.Tensor, rotation: Rotation) -> None:
+        """None: the stack runs its plain loop over this context."""

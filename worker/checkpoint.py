@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from depthbatch.common.errors import ModelError
-from depthbatch.worker.hashing import row_key, uniform_of_key
+from depthbatch.worker.hashing import bits_of_key, row_key
 from depthbatch.worker.models.family import TensorTable
 from safetensors import SafetensorError, safe_open
 
 SIDE_SUFFIXES = ("_gate.safetensors",)  # gate files beside a model are not part of its checkpoint
 INDEX_NAME = "model.safetensors.index.json"
-_DUMMY_CHUNK = 1 << 18  # elements drawn at a time, so that the int64 temporaries stay in cache
+_ELEMENTS_A_DRAW = 4  # a dummy weight is 16 of a draw's 64 bits
+_DUMMY_CHUNK = 1 << 13  # draws at a time: temporaries stay in cache, operators below the size where threads must meet
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,14 +160,16 @@ class DummySource:
         shape, dtype = self._shapes[name], dtype or self._dtype
         if len(shape) == 1:
             return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype, device=self._device)
-        width = (12.0 / shape[-1]) ** 0.5  # a uniform of width w has variance w**2 / 12
         key, count = self._key(name), math.prod(shape)
-        chunk = _DUMMY_CHUNK if self._device.type == "cpu" else _DUMMY_CHUNK << 6
+        scale = (12.0 / shape[-1]) ** 0.5 / (1 << 16)  # a uniform of width w has variance w**2 / 12
+        draws = -(-count // _ELEMENTS_A_DRAW)
+        chunk = _DUMMY_CHUNK if self._device.type == "cpu" else _DUMMY_CHUNK << 10
         parts = []
-        for first in range(0, count, chunk):
-            lanes = torch.arange(first, min(first + chunk, count), device=self._device)
-            parts.append(((uniform_of_key(key, lanes) - 0.5) * width).to(dtype))
-        return torch.cat(parts).view(shape)
+        for first in range(0, draws, chunk):
+            lanes = torch.arange(first, min(first + chunk, draws), device=self._device)
+            elements = bits_of_key(key, lanes).view(torch.int16)
+            parts.append(elements.float().add_(0.5).mul_(scale).to(dtype))
+        return torch.cat(parts).narrow(0, 0, count).view(shape)
 
     def _key(self, name: str) -> torch.Tensor:
         """int64 key of (seed, name), on the device."""

@@ -36,10 +36,14 @@ def row_key(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Ten
     return mix64(mix64(seed + _GOLDEN) + (position.long() + 1) * _GOLDEN)
 
 
+def bits_of_key(key: torch.Tensor, lane: torch.Tensor | int) -> torch.Tensor:
+    """64 random bits as int64 from ``row_key`` and a lane that broadcasts against it (e.g. [N, 1] and [V])."""
+    return mix64(key + (lane + 1) * _MULTIPLIER_1)
+
+
 def uniform_of_key(key: torch.Tensor, lane: torch.Tensor | int) -> torch.Tensor:
-    """fp32 in the open interval (0, 1) from ``row_key`` and a lane that broadcasts against it (e.g. [N, 1] and [V])."""
-    bits = mix64(key + (lane + 1) * _MULTIPLIER_1)
-    top = (bits >> (64 - _MANTISSA_BITS)) & ((1 << _MANTISSA_BITS) - 1)
+    """fp32 in the open interval (0, 1); arguments as for ``bits_of_key``."""
+    top = (bits_of_key(key, lane) >> (64 - _MANTISSA_BITS)) & ((1 << _MANTISSA_BITS) - 1)
     return (top.to(torch.float32) + 0.5) * 2.0**-_MANTISSA_BITS
 
 

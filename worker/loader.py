@@ -12,7 +12,7 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
 from depthbatch.worker.checkpoint import Checkpoint, CheckpointSource, DummySource, check_names_and_shapes, read_json
 from depthbatch.worker.models.config_reader import ConfigReader
-from depthbatch.worker.models.family import SIDE_FILES, BuildInputs, ModelFamily, SpecOptions, TensorTable
+from depthbatch.worker.models.family import BuildInputs, ModelFamily, SpecOptions, TensorTable
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.registry import find_family
 
@@ -32,8 +32,12 @@ class ModelDir:
 
     @property
     def side_files(self) -> frozenset[str]:
-        """Names of the gate files that lie beside the model."""
-        return frozenset(name for name in SIDE_FILES if (self.path / f"{name}.safetensors").is_file())
+        """Names of the gate files beside the model that its family can use."""
+        return frozenset(name for name in self.family.side_tensors(self.config) if self.side_path(name).is_file())
+
+    def side_path(self, name: str) -> Path:
+        """Where a gate file lies."""
+        return self.path / f"{name}.safetensors"
 
 
 def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
@@ -129,13 +133,14 @@ def load_model(
         checkpoint = Checkpoint(model_dir.path)
         optional = check_names_and_shapes(checkpoint, table)
         source = CheckpointSource(checkpoint, spec.dtype, device)
-    side = {name: _side_tensors(model_dir.path / f"{name}.safetensors", spec, device) for name in model_dir.side_files}
+    tables = model_dir.family.side_tensors(model_dir.config)
+    side = {name: _side_tensors(model_dir.side_path(name), tables[name], device) for name in model_dir.side_files}
     return model_dir.family.build(model_dir.config, spec, BuildInputs(source.take, optional, side, device, state_init))
 
 
-def _side_tensors(path: Path, spec: ModelSpec, device: torch.device) -> dict[str, torch.Tensor]:
-    """Weight [1, D] and bias [1] of a gate file, fp32."""
+def _side_tensors(path: Path, table: TensorTable, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a gate file, fp32 whatever the model's type: gates decide in fp32."""
     checkpoint = Checkpoint(path.parent, (path,))
-    check_names_and_shapes(checkpoint, TensorTable({"weight": (1, spec.hidden_size), "bias": (1,)}))
+    check_names_and_shapes(checkpoint, table)
     source = CheckpointSource(checkpoint, torch.float32, device)
-    return {name: source.take(name) for name in ("weight", "bias")}
+    return {name: source.take(name) for name in table.required}

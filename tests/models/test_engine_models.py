@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HUGINN_TINY, OURO_TINY, tiny_config, write_checkpoint, write_lookahead_gate
+from checkpoints import HUGINN_TINY, OURO_TINY, tiny_config, write_checkpoint, write_lookahead_gate, write_preloop_gate
 from contiguous_attention import ContiguousMemory, Row
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
@@ -201,6 +201,25 @@ def test_lookahead_gate(tmp_path: Path) -> None:
     torch.testing.assert_close(model.lookahead_logit((h,)), wanted)
 
 
+def test_preloop_gate(tmp_path: Path) -> None:
+    """Depths predicted for every token id equal the reference's, for several thresholds; all four depths occur."""
+    config = tiny_config(OURO_TINY)
+    write_checkpoint(tmp_path, config)
+    write_preloop_gate(tmp_path, config["hidden_size"], config["total_ut_steps"])
+    model = load_model(str(tmp_path))
+    assert Gate.PRELOOP in model.spec.gates
+    assert model.spec.default_gate is Gate.DELAYED
+    reference = ouro.OuroReference(tmp_path)
+    rows = [Row(0, 0, 1)] * 300
+    item = Batch(model, KVLayout.SINGLE, 1).prelude(list(range(300)), rows)
+    for threshold in (0.3, 0.7, 1.0):
+        depths = model.preloop_depth(item, torch.full((300,), threshold)).tolist()
+        assert depths == [reference.predicted_depth((item[0][i : i + 1],), threshold) for i in range(300)]
+        assert set(depths) == ({1, 2, 3, 4} if threshold < 1 else {4})
+    generated = ouro.generate(tmp_path, PROMPTS[0], 8, "last_exited", gate="preloop", threshold=0.5, min_loops=1)
+    assert len(set(generated.depths)) > 1
+
+
 @pytest.mark.parametrize("path", [OURO_TINY, HUGINN_TINY])
 def test_stages_on_fake_cuda(path: Path) -> None:
     """Every stage traces on fake cuda tensors: a host synchronisation or a tensor left on the CPU raises there."""
@@ -216,6 +235,9 @@ def test_stages_on_fake_cuda(path: Path) -> None:
             q = qkv.chunk(3, -1)[0]
             assert rotation.cos.shape == rotation.sin.shape == (q.shape[0], model.spec.head_dim // 2)
             return q if qk_bias is None else q + qk_bias.chunk(2, -1)[0]
+
+        def run_stack(self, stack: Any, x: torch.Tensor, rotation: Rotation) -> None:
+            return None
 
     with FakeTensorMode():
         model = load_model(str(path), dtype="bfloat16", device="cuda", load_format="dummy", state_init="seeded")

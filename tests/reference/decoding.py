@@ -76,6 +76,8 @@ class Reference(Protocol):
 
     def logits(self, state: State, start: int, memory: Memory) -> torch.Tensor: ...
 
+    def predicted_depth(self, state: State, threshold: float) -> int: ...
+
     def make_decider(self, gate: str, threshold: float) -> "Decider": ...
 
 
@@ -177,8 +179,8 @@ def generate(
     """Greedy decoding of one request.
 
     Args:
-        gate: none, fixed (depth is max_loops), replay (``exit_depths`` a decode token), own, delayed, lookahead or
-            convergence.
+        gate: none, fixed (depth is max_loops), replay (``exit_depths`` a decode token), own, delayed, lookahead,
+            preloop or convergence.
         min_loops, max_loops: bounds of decode tokens' depths; max_loops None is r_max.
         chunk: prompt tokens a prefill step, or the length of every chunk; None is all at once.
         r_max: loops of prefill; None is the model's own.
@@ -194,6 +196,8 @@ def generate(
             depth = exit_depths[index]
         position = len(prompt_ids) + index
         state = model.prelude([result.tokens[-1]], position, memory)
+        if gate == "preloop":
+            depth = min(max(model.predicted_depth(state, threshold), min_loops), max_loops)
         decider = model.make_decider(gate, threshold)
         loop = 0
         while loop < depth:

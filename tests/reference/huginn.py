@@ -86,6 +86,9 @@ class HuginnReference:
         head = self.tensors.get("lm_head.weight", self.tensors["transformer.wte.weight"])
         return self.norm(x, "ln_f") @ head.T
 
+    def predicted_depth(self, state: State, threshold: float) -> int:
+        raise ValueError("huginn has no pre-loop gate")
+
     def make_decider(self, gate: str, threshold: float) -> decoding.Decider:
         if gate in ("none", "fixed", "replay"):
             return decoding.NeverExits()

@@ -75,8 +75,15 @@ class OuroReference:
     def gate_logits(self, state: State) -> torch.Tensor:
         return self.linear(state[0], "early_exit_gate")[:, 0] + self.tensors["model.early_exit_gate.bias"]
 
+    def predicted_depth(self, state: State, threshold: float) -> int:
+        """First depth at which the pre-loop head's probabilities, added up, reach the threshold."""
+        head = load_file(self.model_dir / "preloop_gate.safetensors")
+        cumulated = (head["weight"].float() @ state[0][-1] + head["bias"].float()).softmax(0).cumsum(0).tolist()
+        reached = [depth for depth, total in enumerate(cumulated, 1) if total >= threshold]
+        return reached[0] if reached and threshold < 1 else len(cumulated)
+
     def make_decider(self, gate: str, threshold: float) -> decoding.Decider:
-        if gate in ("none", "fixed", "replay"):
+        if gate in ("none", "fixed", "replay", "preloop"):
             return decoding.NeverExits()
         if gate == "lookahead":
             head = load_file(self.model_dir / "lookahead_gate.safetensors")

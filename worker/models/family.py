@@ -14,7 +14,7 @@ from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 
 LOOKAHEAD_GATE = "lookahead_gate"  # <name>.safetensors beside the model: weight [1, D], bias [1]
-SIDE_FILES = (LOOKAHEAD_GATE,)
+PRELOOP_GATE = "preloop_gate"  # likewise: weight [R, D], bias [R], R the trained loops
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class ModelFamily(Protocol):
 
     def tensors(self, config: ConfigReader) -> TensorTable:
         """Names and shapes the checkpoint must have."""
+        ...
+
+    def side_tensors(self, config: ConfigReader) -> dict[str, TensorTable]:
+        """Names and shapes of the gate files this family can use."""
         ...
 
     def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> LoopedModel:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.attention.interface import Rotation
+from depthbatch.worker.blocks import Block, BlockStack
 from depthbatch.worker.hashing import STATE_LANE, row_key, uniform_of_key
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import BuildInputs, SpecOptions, TensorTable, checked_r_max, divisors
 from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
 from depthbatch.worker.models.rotary import RotaryTable
-from depthbatch.worker.ops import GatedLinear, Linear, add_rms_norm, rms_norm
+from depthbatch.worker.ops import GatedLinear, Linear, rms_norm
 
 R_MIN = 2  # the first distance that counts is that of s_2 and s_1; a delayed decision so exits at 3 or later
 DEFAULT_R_MAX = 16  # accuracy is flat above (paper, E.2)
@@ -34,29 +34,14 @@ END_TURN = 65508  # ends a chat turn in the published tokenizer; the published c
 
 
 @dataclass(frozen=True)
-class BlockWeights:
-    """One transformer block."""
-
-    norm_1: torch.Tensor  # [D]
-    qkv: Linear  # D -> 3D
-    qk_bias: torch.Tensor  # [2H * Dh], added to q and k before the rotation
-    out: Linear  # D -> D
-    norm_2: torch.Tensor
-    norm_3: torch.Tensor
-    gate_up: GatedLinear  # D -> I
-    down: Linear  # I -> D
-    norm_4: torch.Tensor
-
-
-@dataclass(frozen=True)
 class HuginnWeights:
     """All weights."""
 
     embedding: torch.Tensor  # [V, D]
-    prelude: tuple[BlockWeights, ...]
+    prelude: BlockStack
     adapter: Linear  # 2D -> D, state first
-    core: tuple[BlockWeights, ...]
-    coda: tuple[BlockWeights, ...]
+    core: BlockStack
+    coda: BlockStack  # ends with the final norm
     final_norm: torch.Tensor  # [D], used before and after the coda blocks
     head: Linear  # D -> V
 
@@ -88,7 +73,7 @@ class Huginn:
     ) -> WorkItem:
         """Injection e from the scaled embedding and the prelude blocks; initial state zero or seeded."""
         x = F.embedding(token_ids, self.weights.embedding) * math.sqrt(self.spec.hidden_size)
-        e = self._blocks(x, self.weights.prelude, 0, positions, attend)
+        e = self.weights.prelude(x, self._rotary.at(positions), attend)
         if self._seeded:
             return seeded_state(state_seeds, positions, self.spec.hidden_size, e.dtype), e
         return torch.zeros_like(e), e
@@ -97,14 +82,12 @@ class Huginn:
         """One loop: adapter on (state, injection), then the core blocks."""
         state, injection = item
         x = self.weights.adapter(torch.cat((state, injection), -1))
-        return self._blocks(x, self.weights.core, self.spec.prelude_layers, positions, attend), injection
+        return self.weights.core(x, self._rotary.at(positions), attend), injection
 
     def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
         """Final norm, coda blocks, the same final norm again."""
-        first = self.spec.prelude_layers + self.spec.core_layers
         x = rms_norm(item[0], self.weights.final_norm, self._eps)
-        x = self._blocks(x, self.weights.coda, first, positions, attend)
-        return rms_norm(x, self.weights.final_norm, self._eps)
+        return self.weights.coda(x, self._rotary.at(positions), attend)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] -> fp32 [N, V]."""
@@ -116,35 +99,14 @@ class Huginn:
     def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
         raise NotImplementedError("huginn has no trained gate; it decides exits by convergence")
 
+    def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("huginn has no trained gate; it decides exits by convergence")
+
     def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
         """|s_r - s_{r-1}| / |s_r| of the raw states in fp32, the denominator clamped away from 0; fp32 [N]."""
         new = after[0].float()
         step = new - before[0].float()
         return step.square().sum(-1).sqrt() / new.square().sum(-1).sqrt().clamp(min=1e-12)
-
-    def _blocks(
-        self,
-        x: torch.Tensor,
-        blocks: tuple[BlockWeights, ...],
-        first_layer: int,
-        positions: torch.Tensor,
-        attend: AttentionContext,
-    ) -> torch.Tensor:
-        if not blocks:
-            return x
-        rotation = self._rotary.at(positions)
-        for index, block in enumerate(blocks, first_layer):
-            x = self._block(index, block, x, rotation, attend)
-        return x
-
-    def _block(
-        self, index: int, block: BlockWeights, x: torch.Tensor, rotation: Rotation, attend: AttentionContext
-    ) -> torch.Tensor:
-        eps = self._eps
-        qkv = block.qkv(rms_norm(x, block.norm_1, eps))
-        x = add_rms_norm(x, block.out(attend.from_qkv(index, qkv, rotation, block.qk_bias)), block.norm_2, eps)
-        branch = block.down(block.gate_up(rms_norm(x, block.norm_3, eps)))
-        return add_rms_norm(x, branch, block.norm_4, eps)
 
 
 class HuginnFamily:
@@ -212,11 +174,16 @@ class HuginnFamily:
         tied = _tied(config)
         return TensorTable(shapes if tied else shapes | head, head if tied else {}, ("freqs_cis",))
 
+    def side_tensors(self, config: ConfigReader) -> dict[str, TensorTable]:
+        return {}
+
     def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> Huginn:
-        stages = {
-            stage: tuple(_block_weights(inputs, f"transformer.{stage}.{i}.") for i in range(count))
-            for stage, count in _stage_layers(config).items()
-        }
+        final_norm, eps = inputs.take("transformer.ln_f.weight"), config.number("norm_eps")
+
+        def stack(stage: str, count: int, first_layer: int, ending: torch.Tensor | None = None) -> BlockStack:
+            blocks = tuple(_block(inputs, f"transformer.{stage}.{i}.") for i in range(count))
+            return BlockStack(blocks, first_layer, norm_on_sum=True, eps=eps, final_norm=ending)
+
         embedding = inputs.take("transformer.wte.weight")
         head = embedding
         if "lm_head.weight" in inputs.optional_present or not _tied(config):
@@ -225,31 +192,31 @@ class HuginnFamily:
                 raise config.fail("the head is tied, but lm_head.weight differs from transformer.wte.weight")
         weights = HuginnWeights(
             embedding=embedding,
-            prelude=stages["prelude"],
+            prelude=stack("prelude", spec.prelude_layers, 0),
             adapter=Linear(inputs.take("transformer.adapter.weight")),
-            core=stages["core_block"],
-            coda=stages["coda"],
-            final_norm=inputs.take("transformer.ln_f.weight"),
+            core=stack("core_block", spec.core_layers, spec.prelude_layers),
+            coda=stack("coda", spec.coda_layers, spec.prelude_layers + spec.core_layers, final_norm),
+            final_norm=final_norm,
             head=Linear(head.narrow(0, 0, spec.vocab_size)),
         )
         rotary = RotaryTable(spec.max_positions, spec.head_dim, config.rope_base("rope_base"), True, inputs.device)
-        return Huginn(spec, weights, rotary, config.number("norm_eps"), inputs.state_init == "seeded")
+        return Huginn(spec, weights, rotary, eps, inputs.state_init == "seeded")
 
 
-def _block_weights(inputs: BuildInputs, prefix: str) -> BlockWeights:
+def _block(inputs: BuildInputs, prefix: str) -> Block:
     def take(name: str) -> torch.Tensor:
         return inputs.take(prefix + name)
 
-    return BlockWeights(
-        norm_1=take("norm_1.weight"),
+    return Block(
+        norm_in=take("norm_1.weight"),
         qkv=Linear(take("attn.Wqkv.weight")),
         qk_bias=take("attn.qk_bias").flatten(),
         out=Linear(take("attn.proj.weight")),
-        norm_2=take("norm_2.weight"),
-        norm_3=take("norm_3.weight"),
+        norm_out=take("norm_2.weight"),
+        norm_mlp_in=take("norm_3.weight"),
         gate_up=GatedLinear(take("mlp.fc.weight")),
         down=Linear(take("mlp.proj.weight")),
-        norm_4=take("norm_4.weight"),
+        norm_mlp_out=take("norm_4.weight"),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import Rotation
+from depthbatch.worker.blocks import BlockStack
 
 WorkItem = tuple[torch.Tensor, ...]  # each [N, D]
 
@@ -78,6 +79,10 @@ class AttentionContext(Protocol):
         """
         ...
 
+    def run_stack(self, stack: BlockStack, x: torch.Tensor, rotation: Rotation) -> torch.Tensor | None:
+        """All blocks of ``stack`` on x [N, D] in one pass; None where the backend has none (BlockStack then loops)."""
+        ...
+
 
 class LoopedModel(Protocol):
     """A model with its weights on a device."""
@@ -112,6 +117,14 @@ class LoopedModel(Protocol):
 
     def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
         """After loop r, the trained head's hazard logit of loop r + 1, fp32 [N]. Models without such a head raise."""
+        ...
+
+    def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
+        """From the prelude's item, the depth a trained head predicts for threshold fp32 [N]: int32 [N], 1-based.
+
+        The smallest depth whose cumulated probability reaches the threshold; the last one for a threshold of 1 or more.
+        Models without such a head raise.
+        """
         ...
 
     def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:

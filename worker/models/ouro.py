@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.blocks import Block, BlockStack
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import (
     LOOKAHEAD_GATE,
+    PRELOOP_GATE,
     BuildInputs,
     SpecOptions,
     TensorTable,
@@ -22,25 +24,11 @@ from depthbatch.worker.models.family import (
 )
 from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
 from depthbatch.worker.models.rotary import RotaryTable
-from depthbatch.worker.ops import GatedLinear, Linear, norm_add_norm, rms_norm
+from depthbatch.worker.ops import GatedLinear, Linear
 
 R_MIN = 2  # loop 1 is not trained to give usable outputs (paper, E.2)
 PUBLISHED_VOCAB_SIZE = 49152
 IM_END = 2  # ends a chat turn in the published tokenizer; the published config lists only 0
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One shared layer."""
-
-    input_norm: torch.Tensor  # [D]
-    qkv: Linear  # D -> (H + 2 Hkv) Dh
-    out: Linear  # H Dh -> D
-    input_norm_2: torch.Tensor  # [D]
-    post_norm: torch.Tensor  # [D]
-    gate_up: GatedLinear  # D -> I
-    down: Linear  # I -> D
-    post_norm_2: torch.Tensor  # [D]
 
 
 @dataclass(frozen=True)
@@ -56,25 +44,39 @@ class ScalarHead:
 
 
 @dataclass(frozen=True)
+class DepthHead:
+    """Weight and bias of a head with one logit a depth."""
+
+    weight: torch.Tensor  # fp32 [R, D]
+    bias: torch.Tensor  # fp32 [R]
+
+    def __call__(self, x: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+        """x [N, D], threshold fp32 [N] -> int32 [N]: the first depth whose cumulated softmax reaches the threshold."""
+        cumulated = F.linear(x.float(), self.weight, self.bias).softmax(-1).cumsum(-1)
+        limit = threshold.unsqueeze(-1)
+        passed = (cumulated < limit) | (limit >= 1.0)  # [N, R]; the last depth needs no vote
+        return passed.narrow(-1, 0, self.bias.shape[0] - 1).sum(-1, dtype=torch.int32) + 1
+
+
+@dataclass(frozen=True)
 class OuroWeights:
-    """All weights. ``lookahead`` is None when the model has no trained lookahead gate."""
+    """All weights. ``lookahead`` and ``preloop`` are None when the model has no such trained gate."""
 
     embedding: torch.Tensor  # [V, D]
-    layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor  # [D]
+    loop: BlockStack  # all layers and the final norm
     head: Linear  # D -> V
     gate: ScalarHead
     lookahead: ScalarHead | None
+    preloop: DepthHead | None
 
 
 class Ouro:
     """LoopedModel with the work item (h,)."""
 
-    def __init__(self, spec: ModelSpec, weights: OuroWeights, rotary: RotaryTable, eps: float) -> None:
+    def __init__(self, spec: ModelSpec, weights: OuroWeights, rotary: RotaryTable) -> None:
         self.spec = spec
         self.weights = weights
         self._rotary = rotary
-        self._eps = eps
 
     def prelude(
         self, token_ids: torch.Tensor, positions: torch.Tensor, state_seeds: torch.Tensor, attend: AttentionContext
@@ -84,16 +86,7 @@ class Ouro:
 
     def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
         """One loop: every layer, then the final norm."""
-        (h,) = item
-        layers, eps = self.weights.layers, self._eps
-        rotation = self._rotary.at(positions)
-        following_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.norm)
-        x = rms_norm(h, layers[0].input_norm, eps)
-        for index, (layer, following_norm) in enumerate(zip(layers, following_norms, strict=True)):
-            branch = layer.out(attend.from_qkv(index, layer.qkv(x), rotation))
-            h, x = norm_add_norm(h, branch, layer.input_norm_2, layer.post_norm, eps)
-            h, x = norm_add_norm(h, layer.down(layer.gate_up(x)), layer.post_norm_2, following_norm, eps)
-        return (x,)
+        return (self.weights.loop(item[0], self._rotary.at(positions), attend),)
 
     def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
         """h as it is: each loop already ends with the final norm."""
@@ -112,6 +105,12 @@ class Ouro:
         if self.weights.lookahead is None:
             raise NotImplementedError("this model has no lookahead gate")
         return self.weights.lookahead(item[0])
+
+    def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
+        """Depth predicted from the embedding alone, int32 [N]."""
+        if self.weights.preloop is None:
+            raise NotImplementedError("this model has no pre-loop gate")
+        return self.weights.preloop(item[0], threshold)
 
     def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
         raise NotImplementedError("ouro decides exits by its trained gate, not by convergence")
@@ -133,7 +132,9 @@ class OuroFamily:
         r_max = checked_r_max(options.r_max, loops, loops)
         eos = set(config.eos_token_ids(vocab_size)) | ({IM_END} if vocab_size == PUBLISHED_VOCAB_SIZE else set())
         has_lookahead = LOOKAHEAD_GATE in options.side_files
-        gates = (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.OWN, Gate.DELAYED)
+        gates = [Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.OWN, Gate.DELAYED]
+        gates += [Gate.LOOKAHEAD] if has_lookahead else []
+        gates += [Gate.PRELOOP] if PRELOOP_GATE in options.side_files else []
         return ModelSpec(
             architecture=self.name,
             vocab_size=vocab_size,
@@ -150,7 +151,7 @@ class OuroFamily:
             r_min=min(R_MIN, r_max),
             layouts=tuple(KVLayout),
             default_layout=KVLayout.LAST_EXITED,
-            gates=(*gates, Gate.LOOKAHEAD) if has_lookahead else gates,
+            gates=tuple(gates),
             default_gate=Gate.LOOKAHEAD if has_lookahead else Gate.DELAYED,
             default_threshold=config.number("early_exit_threshold"),
             max_positions=config.integer("max_position_embeddings"),
@@ -187,38 +188,52 @@ class OuroFamily:
         tied = _tied(config)
         return TensorTable(shapes if tied else shapes | head, head if tied else {}, ("inv_freq",))
 
+    def side_tensors(self, config: ConfigReader) -> dict[str, TensorTable]:
+        width, loops = config.integer("hidden_size"), config.integer("total_ut_steps")
+        return {
+            LOOKAHEAD_GATE: TensorTable({"weight": (1, width), "bias": (1,)}),
+            PRELOOP_GATE: TensorTable({"weight": (loops, width), "bias": (loops,)}),
+        }
+
     def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> Ouro:
         take = inputs.take
         embedding = take("model.embed_tokens.weight")
-        lookahead = inputs.side.get(LOOKAHEAD_GATE)
+        lookahead, preloop = inputs.side.get(LOOKAHEAD_GATE), inputs.side.get(PRELOOP_GATE)
         weights = OuroWeights(
             embedding=embedding,
-            layers=tuple(_layer_weights(inputs, f"model.layers.{i}.") for i in range(spec.core_layers)),
-            norm=take("model.norm.weight"),
+            loop=BlockStack(
+                blocks=tuple(_block(inputs, f"model.layers.{i}.") for i in range(spec.core_layers)),
+                first_layer=0,
+                norm_on_sum=False,
+                eps=config.number("rms_norm_eps"),
+                final_norm=take("model.norm.weight"),
+            ),
             head=Linear(embedding if _tied(config) else take("lm_head.weight")),
             gate=ScalarHead(
                 take("model.early_exit_gate.weight", torch.float32).flatten(),
                 take("model.early_exit_gate.bias", torch.float32),
             ),
             lookahead=None if lookahead is None else ScalarHead(lookahead["weight"].flatten(), lookahead["bias"]),
+            preloop=None if preloop is None else DepthHead(preloop["weight"], preloop["bias"]),
         )
         rotary = RotaryTable(spec.max_positions, spec.head_dim, config.rope_base("rope_theta"), False, inputs.device)
-        return Ouro(spec, weights, rotary, config.number("rms_norm_eps"))
+        return Ouro(spec, weights, rotary)
 
 
-def _layer_weights(inputs: BuildInputs, prefix: str) -> LayerWeights:
+def _block(inputs: BuildInputs, prefix: str) -> Block:
     def take(name: str) -> torch.Tensor:
         return inputs.take(f"{prefix}{name}.weight")
 
-    return LayerWeights(
-        input_norm=take("input_layernorm"),
+    return Block(
+        norm_in=take("input_layernorm"),
         qkv=Linear(torch.cat([take(f"self_attn.{name}_proj") for name in "qkv"])),
+        qk_bias=None,
         out=Linear(take("self_attn.o_proj")),
-        input_norm_2=take("input_layernorm_2"),
-        post_norm=take("post_attention_layernorm"),
+        norm_out=take("input_layernorm_2"),
+        norm_mlp_in=take("post_attention_layernorm"),
         gate_up=GatedLinear(torch.cat((take("mlp.gate_proj"), take("mlp.up_proj")))),
         down=Linear(take("mlp.down_proj")),
-        post_norm_2=take("post_attention_layernorm_2"),
+        norm_mlp_out=take("post_attention_layernorm_2"),
     )
 
 
