@@ -14,6 +14,7 @@ import typing
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from depthbatch.common.errors import ConfigError
@@ -84,7 +85,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            _check(entry, getattr(self, entry.name), entry.name)
+            check_option(entry, getattr(self, entry.name), entry.name)
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("simulated:"):
             raise ConfigError(f"device must be auto, cpu, cuda or simulated:PROFILE.json, not {self.device!r}")
         if self.min_loops is not None and self.max_loops is not None and self.min_loops > self.max_loops:
@@ -115,24 +116,30 @@ class EngineConfig:
         """From typed values by name (Python keywords, TOML, JSON). Raises ConfigError on unknown names."""
         for key in values:
             if key not in FIELD_NAMES:
-                raise ConfigError(f"unknown {source} {key!r}{_did_you_mean(key)}")
+                raise ConfigError(f"unknown {source} {key!r}{_did_you_mean(key, FIELD_NAMES)}")
         return cls(**values)
 
 
 FIELDS = {entry.name: entry for entry in fields(EngineConfig)}
 FIELD_NAMES = tuple(FIELDS)
-_HINTS = typing.get_type_hints(EngineConfig)
 
 
 # --- the four sources, weakest first: defaults, TOML file, environment, command line
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, names: Collection[str] = ()) -> None:
-    """Adds --config and an option for every field (or those of ``names``) but ``model``. An option that is not given
-    leaves no attribute."""
+    """Adds --config and an option for every engine field (or those of ``names``) but ``model``. An option that is not
+    given leaves no attribute."""
     parser.add_argument("--config", metavar="FILE.toml", help="options from a TOML file, by name")
-    group = parser.add_argument_group("engine options")
-    for name, entry in FIELDS.items():
+    add_option_arguments(parser, FIELDS, "engine options", names)
+
+
+def add_option_arguments(
+    parser: argparse.ArgumentParser, options: Mapping[str, Any], title: str, names: Collection[str] = ()
+) -> None:
+    """An argument for every field of a configuration dataclass (name -> dataclasses.Field)."""
+    group = parser.add_argument_group(title)
+    for name, entry in options.items():
         if name == "model" or (names and name not in names):
             continue
         default = "" if entry.default is None else f" (default {entry.default})"
@@ -141,7 +148,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, names: Collection[str]
             "--" + name.replace("_", "-"),
             dest=name,
             default=argparse.SUPPRESS,
-            metavar="|".join(choices) if choices else _plain_type(name).__name__.upper(),
+            metavar="|".join(choices) if choices else plain_type(entry).__name__.upper(),
             help=entry.metadata["help"].replace("%", "%%") + default,
         )
 
@@ -153,23 +160,36 @@ def config_from_sources(
 
     Raises ConfigError that names the option, key or variable and the value.
     """
-    values: dict[str, Any] = {}
-    path = getattr(arguments, "config", None)
-    if path is not None:
-        values |= read_toml(Path(path))
-    for name in FIELD_NAMES:
-        variable = ENVIRONMENT_PREFIX + name.upper()
-        if variable in environ:
-            values[name] = _parse(name, environ[variable], variable)
-    for name in FIELD_NAMES:
-        if name in arguments and name != "model":
-            values[name] = _parse(name, getattr(arguments, name), "--" + name.replace("_", "-"))
+    values = values_from_sources(arguments, environ, FIELDS)
     if model is not None:
         values["model"] = model
     return EngineConfig.from_values(values)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def values_from_sources(
+    arguments: argparse.Namespace,
+    environ: Mapping[str, str],
+    options: Mapping[str, Any],
+    others: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The values of ``options`` that some source gives. ``others``: fields of other configurations, which the TOML
+    file may hold too. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    path = getattr(arguments, "config", None)
+    if path is not None:
+        table = read_toml(Path(path), {**options, **others})
+        values |= {name: value for name, value in table.items() if name in options}
+    for name, entry in options.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environ:
+            values[name] = _parse(entry, environ[variable], variable)
+    for name, entry in options.items():
+        if name in arguments and name != "model":
+            values[name] = _parse(entry, getattr(arguments, name), "--" + name.replace("_", "-"))
+    return values
+
+
+def read_toml(path: Path, options: Mapping[str, Any] = FIELDS) -> dict[str, Any]:
     """The options of a TOML file; names with dashes or underscores. Raises ConfigError naming file, key and value."""
     try:
         with path.open("rb") as file:
@@ -181,14 +201,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name not in FIELD_NAMES:
-            raise ConfigError(f"{path}: unknown key {key!r}{_did_you_mean(name)}")
-        _check(FIELDS[name], value, f"{path}: {key}")
+        if name not in options:
+            raise ConfigError(f"{path}: unknown key {key!r}{_did_you_mean(name, options)}")
+        check_option(options[name], value, f"{path}: {key}")
         values[name] = value
     return values
 
 
-def to_toml(config: EngineConfig) -> str:
+def to_toml(config: Any) -> str:
     """What --print-config prints: a file that --config reads back as the same configuration."""
     lines = []
     for name, value in asdict(config).items():
@@ -196,35 +216,34 @@ def to_toml(config: EngineConfig) -> str:
     return "\n".join(lines)
 
 
-def _plain_type(name: str) -> type:
-    """int, float or str: the field's type without None."""
-    hint = _HINTS[name]
+def plain_type(entry: Any) -> type:
+    """int, float or str: a field's type without None."""
+    hint = entry.type
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     assert isinstance(hint, type)
     return hint
 
 
-def _parse(name: str, text: str, source: str) -> Any:
+def _parse(entry: Any, text: str, source: str) -> Any:
     """A value from text; an empty one clears a field that may be None."""
-    entry = FIELDS[name]
     if entry.default is None and not text:
         return None
-    kind = _plain_type(name)
+    kind = plain_type(entry)
     try:
         value = kind(text)
     except ValueError:
         article = "a whole number" if kind is int else "a number"
         raise ConfigError(f"{source} must be {article}, not {text!r}") from None
-    _check(entry, value, source)
+    check_option(entry, value, source)
     return value
 
 
-def _check(entry: Any, value: Any, source: str) -> None:
+def check_option(entry: Any, value: Any, source: str) -> None:
     """Type, choices and range of one value; raises ConfigError naming ``source`` and the value."""
     if value is None and entry.default is None:
         return
-    kind = _plain_type(entry.name)
+    kind = plain_type(entry)
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise ConfigError(f"{source} must be {kind.__name__}, not {value!r}")
@@ -236,8 +255,8 @@ def _check(entry: Any, value: Any, source: str) -> None:
         raise ConfigError(f"{source} must be {bounds}, not {value!r}")
 
 
-def _did_you_mean(name: str) -> str:
+def _did_you_mean(name: str, known: Collection[str]) -> str:
     import difflib  # only on the way to an error
 
-    close = difflib.get_close_matches(name, FIELD_NAMES, n=1)
+    close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
