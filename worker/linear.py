@@ -25,11 +25,11 @@ class Linear:
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
-        self._product = choose_product(weight)
+        self.product = choose_product(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out], in the type of the weight."""
-        return self._product(x)
+        return self.product(x)
 
 
 class GatedLinear:
@@ -37,11 +37,11 @@ class GatedLinear:
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape[0] // 2, weight.shape[1]
-        self._product = choose_product(weight, gated=True)
+        self.product = choose_product(weight, gated=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, I]."""
-        return self._product(x)
+        return self.product(x)
 
 
 class PackedProduct:
@@ -52,7 +52,7 @@ class PackedProduct:
         assert product is not None
         self.columns, self.width = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
         self.packed = kernels.pack(weight, gated)
-        self._address, self._gated, self._call = self.packed.data_ptr(), gated, product
+        self.gated, self._address, self._call = gated, self.packed.data_ptr(), product
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, columns]."""
@@ -61,7 +61,7 @@ class PackedProduct:
         x = x.contiguous()
         n = x.numel() // self.width
         out = x.new_empty((*x.shape[:-1], self.columns))
-        self._call(out.data_ptr(), x.data_ptr(), self._address, n, self.columns, self.width, self._gated)
+        self._call(out.data_ptr(), x.data_ptr(), self._address, n, self.columns, self.width, self.gated)
         return out
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows, Rotation
+from depthbatch.worker.blocks import BlockStack
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.gates import Hazard, gate_step
 from depthbatch.worker.models.interface import LoopedModel
@@ -45,6 +46,9 @@ class DecodeAttention:
     def from_qkv(self, layer: int, qkv: Tensor, rotation: Rotation, qk_bias: Tensor | None = None) -> Tensor:
         return self._backend.decode_qkv(layer, qkv, rotation, self._rows, qk_bias)
 
+    def run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
+        return self._backend.decode_stack(stack, x, rotation, self._rows)
+
 
 class PrefillAttention:
     """AttentionContext of packed chunks."""
@@ -58,6 +62,9 @@ class PrefillAttention:
 
     def from_qkv(self, layer: int, qkv: Tensor, rotation: Rotation, qk_bias: Tensor | None = None) -> Tensor:
         return self._backend.prefill_qkv(layer, qkv, rotation, self._rows, qk_bias)
+
+    def run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
+        return self._backend.prefill_stack(stack, x, rotation, self._rows)
 
 
 class Stages:

@@ -8,6 +8,7 @@ import ctypes
 
 import torch
 from depthbatch.common.errors import ConfigError
+from depthbatch.worker.attention.cpu_stack import FusedStack, fuse
 from depthbatch.worker.attention.interface import (
     AttentionBackend,
     CacheGeometry,
@@ -16,10 +17,17 @@ from depthbatch.worker.attention.interface import (
     Rotation,
 )
 from depthbatch.worker.attention.sdpa import allocate_caches
-from depthbatch.worker.kernels.library import CallArgs, Kernels, LayerArgs, RowArgs
+from depthbatch.worker.blocks import BlockStack
+from depthbatch.worker.kernels.library import Kernels
+from depthbatch.worker.kernels.structs import (
+    ROPE_INTERLEAVED,
+    ROPE_NONE,
+    ROPE_SPLIT_HALF,
+    CallArgs,
+    LayerArgs,
+    RowArgs,
+)
 from torch import Tensor
-
-ROPE_NONE, ROPE_SPLIT_HALF, ROPE_INTERLEAVED = range(3)  # attention.h
 
 
 class CpuAttention(AttentionBackend):
@@ -33,7 +41,10 @@ class CpuAttention(AttentionBackend):
         if (problem := unsupported(geometry)) is not None:
             raise ConfigError(problem)
         self.k_cache, self.v_cache = allocate_caches(geometry), allocate_caches(geometry)
-        self._attend = kernels.by_type[geometry.dtype].attend
+        self._kernels = kernels.by_type[geometry.dtype]
+        self._fused: dict[
+            int, tuple[BlockStack, FusedStack | None]
+        ] = {}  # by id; the stack is kept, so ids stay unique
         self._copy_planes = kernels.copy_planes
         self._layers = (LayerArgs * len(geometry.planes))(
             *map(self._layer_args, geometry.planes, self.k_cache, self.v_cache)
@@ -73,14 +84,24 @@ class CpuAttention(AttentionBackend):
         self._bind_prefill(rows)
         return self._attend_projected(layer, qkv, rotation, qk_bias)
 
+    def decode_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation, rows: DecodeRows) -> Tensor | None:
+        """See the interface: all blocks in one C call."""
+        self._bind_decode(rows)
+        return self._run_stack(stack, x, rotation)
+
+    def prefill_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation, rows: PrefillRows) -> Tensor | None:
+        """See the interface."""
+        self._bind_prefill(rows)
+        return self._run_stack(stack, x, rotation)
+
     def copy_planes(
         self, slots: Tensor, positions: Tensor, source: Tensor, first: Tensor, end: Tensor, block_tables: Tensor
     ) -> None:
         """See the interface."""
         rows = RowArgs(
-            slots=slots.data_ptr(),
-            positions=positions.data_ptr(),
-            block_tables=block_tables.data_ptr(),
+            slots=_int32_address(slots),
+            positions=_int32_address(positions),
+            block_tables=_int32_address(block_tables),
             table_stride=block_tables.stride(0),
             num_rows=slots.shape[0],
         )
@@ -88,9 +109,9 @@ class CpuAttention(AttentionBackend):
             ctypes.addressof(self._looped_layers),
             len(self._looped_layers),
             ctypes.addressof(rows),
-            source.data_ptr(),
-            first.data_ptr(),
-            end.data_ptr(),
+            _int32_address(source),
+            _int32_address(first),
+            _int32_address(end),
             self.geometry.dtype.itemsize,
         )
 
@@ -107,14 +128,20 @@ class CpuAttention(AttentionBackend):
             scale=g.head_dim**-0.5,
         )
 
+    def _run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
+        if (known := self._fused.get(id(stack))) is None:
+            known = self._fused[id(stack)] = (stack, fuse(stack, self.geometry, self._kernels, self._layer_addresses))
+        fused = known[1]
+        return None if fused is None else fused.run(x, rotation, self._row_address)
+
     def _bind_decode(self, rows: DecodeRows) -> None:
         """Describes ``rows`` to the kernels; keeping them alive makes identity a sound test for 'the same rows'."""
         if rows is self._bound_rows:
             return
         args = self._row_args
-        args.slots, args.positions = rows.slots.data_ptr(), rows.positions.data_ptr()
-        args.planes, args.plane = rows.planes.data_ptr(), 0
-        args.block_tables, args.table_stride = rows.block_tables.data_ptr(), rows.block_tables.stride(0)
+        args.slots, args.positions = _int32_address(rows.slots), _int32_address(rows.positions)
+        args.planes, args.plane = _int32_address(rows.planes), 0
+        args.block_tables, args.table_stride = _int32_address(rows.block_tables), rows.block_tables.stride(0)
         args.num_rows, args.rows_share_slots = rows.slots.shape[0], 0
         self._bound_rows = rows
 
@@ -122,9 +149,9 @@ class CpuAttention(AttentionBackend):
         if rows is self._bound_rows:
             return
         args = self._row_args
-        args.slots, args.positions = rows.token_slots.data_ptr(), rows.positions.data_ptr()
+        args.slots, args.positions = _int32_address(rows.token_slots), _int32_address(rows.positions)
         args.planes, args.plane = None, rows.plane
-        args.block_tables, args.table_stride = rows.block_tables.data_ptr(), rows.block_tables.stride(0)
+        args.block_tables, args.table_stride = _int32_address(rows.block_tables), rows.block_tables.stride(0)
         args.num_rows, args.rows_share_slots = rows.token_slots.shape[0], 1
         self._bound_rows = rows
 
@@ -155,8 +182,8 @@ class CpuAttention(AttentionBackend):
         if like.dtype is not self.geometry.dtype:
             raise TypeError(f"queries are {like.dtype}, the cache is {self.geometry.dtype}")
         out = like.new_empty((like.shape[0], self.geometry.num_heads * self.geometry.head_dim))
-        self._call.out = out.data_ptr()
-        self._attend(self._layer_addresses[layer], self._row_address, self._call_address)
+        self._call.out, self._call.out_stride = out.data_ptr(), out.shape[1]
+        self._kernels.attend(self._layer_addresses[layer], self._row_address, self._call_address)
         return out
 
 
@@ -174,3 +201,10 @@ def unsupported(geometry: CacheGeometry) -> str | None:
 def _heads_together(x: Tensor) -> Tensor:
     """x [N, H, Dh] with the heads of a row contiguous; rows may be apart, as in a slice of a qkv projection."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _int32_address(x: Tensor) -> int:
+    """Address of a contiguous int32 tensor; C would read anything else as nonsense."""
+    if x.dtype is not torch.int32 or not x.is_contiguous():
+        raise TypeError(f"expected a contiguous int32 tensor, got {x.dtype} with strides {x.stride()}")
+    return x.data_ptr()

@@ -7,10 +7,13 @@ Block 0 and slot 0 are dummies: padding rows read and write them, and nobody loo
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from depthbatch.worker import ops
+
+if TYPE_CHECKING:
+    from depthbatch.worker.blocks import BlockStack
 
 
 class CacheGeometry(NamedTuple):
@@ -105,6 +108,18 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """``prefill`` from unrotated projections qkv [N, (H + 2 Hkv) * Dh] -> [N, H*Dh]."""
         return self.prefill(layer, *split_and_rotate(qkv, self.geometry, rotation, qk_bias), rows)
+
+    def decode_stack(
+        self, stack: "BlockStack", x: torch.Tensor, rotation: Rotation, rows: DecodeRows
+    ) -> torch.Tensor | None:
+        """All blocks of ``stack`` on x [B, D] in one pass -> [B, D]; None: this backend has no such pass."""
+        return None
+
+    def prefill_stack(
+        self, stack: "BlockStack", x: torch.Tensor, rotation: Rotation, rows: PrefillRows
+    ) -> torch.Tensor | None:
+        """The same for packed chunks, x [N, D] -> [N, D] or None."""
+        return None
 
     @abstractmethod
     def copy_planes(

@@ -69,11 +69,20 @@ INLINE vf reduce_lanes(const __m512 *a) {
 #endif
 #include "attention_impl.h"
 
+/* Whether the work is worth a second thread. */
+INLINE int is_large(const LayerArgs *layer, const RowArgs *rows) {
+    int64_t tokens = 0;
+    for (int64_t row = 0; row < rows->num_rows; row++) tokens += rows->positions[row] + 1;
+    return tokens * layer->num_kv_heads >= PARALLEL_MIN_TOKENS;
+}
+
 EXPORT void db_attend_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
-    attend_f32(layer, rows, call);
+#pragma omp parallel if (is_large(layer, rows))
+    attend_team_f32(layer, rows, call);
 }
 EXPORT void db_attend_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
-    attend_bf16(layer, rows, call);
+#pragma omp parallel if (is_large(layer, rows))
+    attend_team_bf16(layer, rows, call);
 }
 
 /* Copies K and V of each row's position from plane source[b] to planes first[b] .. end[b]-1 of every layer. */

@@ -21,14 +21,20 @@ typedef struct {
 
 enum { ROPE_NONE = 0, ROPE_SPLIT_HALF = 1, ROPE_INTERLEAVED = 2 };
 
-/* q, k, v: rows `stride` elements apart, heads and features contiguous. out: [num_rows, num_heads * head_dim]. */
+/* q, k, v: rows `stride` elements apart, heads and features contiguous. out: [num_rows, num_heads * head_dim],
+ * rows `out_stride` elements apart. */
 typedef struct {
     const void *q, *k, *v;
     int64_t q_stride, k_stride, v_stride;
     void *out;
+    int64_t out_stride;
     const float *cos, *sin; /* [num_rows, head_dim / 2] */
     const void *q_bias, *k_bias; /* [num_heads * head_dim], [num_kv_heads * head_dim] or NULL; added before RoPE */
     int32_t rope;
 } CallArgs;
+
+/* Called by every thread of a team; a barrier ends it. */
+void attend_team_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call);
+void attend_team_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call);
 
 #endif

@@ -217,7 +217,7 @@ INLINE void NAME(attend_run)(
     }
     for (int c = 0; c < count; c++)
         for (int g = 0; g < group; g++) {
-            T *out = (T *)call->out + ((row + c) * layer->num_heads + head * group + g) * dh;
+            T *out = (T *)call->out + (row + c) * call->out_stride + (head * group + g) * dh;
             const float *acc = run.acc + (c * group + g) * dh;
             float inverse = 1.0f / run.l[c * group + g];
             int d = 0;
@@ -236,32 +236,27 @@ INLINE int NAME(run_length)(const RowArgs *rows, int64_t row) {
     return count;
 }
 
-static void NAME(attend)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
+void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
     const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
     const int group = layer->num_heads / layer->num_kv_heads, dh = layer->head_dim;
-    int64_t tokens = 0;
-    for (int64_t row = 0; row < n; row++) tokens += rows->positions[row] + 1;
     const int shared = rows->rows_share_slots, stride = shared ? MAX_RUN : 1;
-#pragma omp parallel if (tokens * heads >= PARALLEL_MIN_TOKENS)
-    {
-        float scratch[MAX_RUN * group * (2 * dh + 2)] __attribute__((aligned(64)));
-        if (shared) { /* a row may read what another row appends: all appends first */
+    float scratch[MAX_RUN * group * (2 * dh + 2)] __attribute__((aligned(64)));
+    if (shared) { /* a row may read what another row appends: all appends first */
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < n; row++)
-                for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
-        }
-        /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. */
+        for (int64_t row = 0; row < n; row++)
+            for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
+    }
+    /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. */
 #pragma omp for schedule(dynamic, 4)
-        for (int64_t item = 0; item < (n + stride - 1) / stride * heads; item++) {
-            const int64_t head = item % heads, begin = item / heads * stride;
-            const int64_t end = begin + stride < n ? begin + stride : n;
-            for (int64_t row = begin; row < end;) {
-                int count = NAME(run_length)(rows, row);
-                if (row + count > end) count = (int)(end - row);
-                if (!shared) NAME(append)(layer, rows, call, row, head);
-                NAME(attend_run)(layer, rows, call, row, count, head, scratch);
-                row += count;
-            }
+    for (int64_t item = 0; item < (n + stride - 1) / stride * heads; item++) {
+        const int64_t head = item % heads, begin = item / heads * stride;
+        const int64_t end = begin + stride < n ? begin + stride : n;
+        for (int64_t row = begin; row < end;) {
+            int count = NAME(run_length)(rows, row);
+            if (row + count > end) count = (int)(end - row);
+            if (!shared) NAME(append)(layer, rows, call, row, head);
+            NAME(attend_run)(layer, rows, call, row, count, head, scratch);
+            row += count;
         }
     }
 }

@@ -19,7 +19,8 @@ SOURCE_DIR = Path(__file__).parent
 BUILD_TIMEOUT_S = 120
 COMMON_FLAGS = (
     "-std=gnu11",
-    "-O3",
+    "-O2",
+    "-ftree-vectorize",
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",

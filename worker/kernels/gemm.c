@@ -1,6 +1,11 @@
 /* Linear layers: packing and products (see gemm.h for the layout). */
 #include "gemm.h"
 
+#define MAX_TILE_ROWS 14 /* 28 accumulators, two weights and two spare registers */
+#define PAIRS_PER_TASK 2
+
+INLINE int64_t gemm_pairs(int64_t cols) { return (cols + PAIR_COLUMNS - 1) / PAIR_COLUMNS; }
+
 EXPORT int32_t db_have_gemm(void) { return HAVE_GEMM; }
 
 /* Elements of a packed weight. */
@@ -28,14 +33,61 @@ EXPORT void db_pack(char *packed, const char *weight, int64_t cols, int64_t k, i
 }
 
 #if HAVE_GEMM
+
+#define T float
+#define NAME(x) x##_f32
+#define STORE store_f32
+#define VROUND round_f32
+#define K_STEP 1
+#define BROADCAST(p) _mm512_set1_ps(*(p))
+#define MULTIPLY_ADD(acc, w, x) _mm512_fmadd_ps(w, x, acc)
+#define OPERAND __m512
+#define LOAD_OPERAND(p) _mm512_loadu_ps(p)
+#include "gemm_impl.h"
+#undef T
+#undef NAME
+#undef STORE
+#undef VROUND
+#undef K_STEP
+#undef BROADCAST
+#undef MULTIPLY_ADD
+#undef OPERAND
+#undef LOAD_OPERAND
+
+INLINE __m512bh broadcast_pair(const bf16 *p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+#define T bf16
+#define NAME(x) x##_bf16
+#define STORE store_bf16
+#define VROUND round_bf16
+#define K_STEP 2
+#define BROADCAST(p) broadcast_pair(p)
+#define MULTIPLY_ADD(acc, w, x) _mm512_dpbf16_ps(acc, w, x)
+#define OPERAND __m512bh
+#define LOAD_OPERAND(p) (__m512bh)_mm512_loadu_si512(p)
+#include "gemm_impl.h"
+#undef T
+#undef NAME
+#undef STORE
+#undef VROUND
+#undef K_STEP
+#undef BROADCAST
+#undef MULTIPLY_ADD
+#undef OPERAND
+#undef LOAD_OPERAND
+
 /* out [n, cols] = x [n, k] @ weight.T; gated: out [n, cols] = silu(gate) * up, cols of each. */
 EXPORT void db_linear_f32(float *out, const float *x, const float *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
-    const Packed_f32 layer = {packed, cols, k, gated};
+    const Packed layer = {packed, cols, k, gated};
 #pragma omp parallel
     gemm_team_f32(&layer, x, k, out, cols, n);
 }
 EXPORT void db_linear_bf16(bf16 *out, const bf16 *x, const bf16 *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
-    const Packed_bf16 layer = {packed, cols, k, gated};
+    const Packed layer = {packed, cols, k, gated};
 #pragma omp parallel
     gemm_team_bf16(&layer, x, k, out, cols, n);
 }

@@ -20,58 +20,17 @@
 #endif
 
 #define PAIR_COLUMNS 32
-#define MAX_TILE_ROWS 14
-#define PAIRS_PER_TASK 2
 
-INLINE int64_t gemm_pairs(int64_t cols) { return (cols + PAIR_COLUMNS - 1) / PAIR_COLUMNS; }
+/* One linear layer; k even. cols: columns of the output. bf16 or fp32 elements, as the function called says. */
+typedef struct {
+    const void *packed;
+    int64_t cols, k;
+    int32_t gated; /* the output is silu(gate) * up */
+} Packed;
 
-#if HAVE_GEMM
+/* out [n, cols] = x [n, k] times the layer, rows `stride` elements apart. Called by every thread of a team; a barrier
+ * ends it. Only there when HAVE_GEMM. */
+void gemm_team_f32(const Packed *layer, const float *x, int64_t x_stride, float *out, int64_t out_stride, int64_t n);
+void gemm_team_bf16(const Packed *layer, const bf16 *x, int64_t x_stride, bf16 *out, int64_t out_stride, int64_t n);
 
-#define T float
-#define NAME(x) x##_f32
-#define STORE store_f32
-#define VROUND round_f32
-#define K_STEP 1
-#define BROADCAST(p) _mm512_set1_ps(*(p))
-#define MULTIPLY_ADD(acc, w, x) _mm512_fmadd_ps(w, x, acc)
-#define OPERAND __m512
-#define LOAD_OPERAND(p) _mm512_loadu_ps(p)
-#include "gemm_impl.h"
-#undef T
-#undef NAME
-#undef STORE
-#undef VROUND
-#undef K_STEP
-#undef BROADCAST
-#undef MULTIPLY_ADD
-#undef OPERAND
-#undef LOAD_OPERAND
-
-INLINE __m512bh broadcast_pair(const bf16 *p) {
-    int32_t pair;
-    memcpy(&pair, p, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
-
-#define T bf16
-#define NAME(x) x##_bf16
-#define STORE store_bf16
-#define VROUND round_bf16
-#define K_STEP 2
-#define BROADCAST(p) broadcast_pair(p)
-#define MULTIPLY_ADD(acc, w, x) _mm512_dpbf16_ps(acc, w, x)
-#define OPERAND __m512bh
-#define LOAD_OPERAND(p) (__m512bh)_mm512_loadu_si512(p)
-#include "gemm_impl.h"
-#undef T
-#undef NAME
-#undef STORE
-#undef VROUND
-#undef K_STEP
-#undef BROADCAST
-#undef MULTIPLY_ADD
-#undef OPERAND
-#undef LOAD_OPERAND
-
-#endif
 #endif

@@ -1,12 +1,5 @@
 /* Body of the matrix product for one element type; included once a type (see gemm.h). */
 
-/* One linear layer. packed: [pairs, k / K_STEP, 2, 16, K_STEP]; k a multiple of K_STEP. */
-typedef struct {
-    const T *packed;
-    int64_t cols, k; /* cols: of the weight, or of gate when gated */
-    int gated;
-} NAME(Packed);
-
 INLINE void NAME(store_columns)(T *out, vf v, int64_t columns) {
     if (columns >= LANES) {
         STORE(out, v);
@@ -17,18 +10,15 @@ INLINE void NAME(store_columns)(T *out, vf v, int64_t columns) {
     }
 }
 
-/* ROWS rows of x times one pair. ROWS is a constant of every call, so that acc lives in registers. */
-INLINE void NAME(gemm_tile)(
-    const int ROWS, const T *x, int64_t x_stride, const T *w, int64_t k, T *out, int64_t out_stride, int64_t columns,
-    int gated
-) {
+/* sums [ROWS, 32] = ROWS rows of x times one pair. ROWS is a constant of every call, so that acc lives in registers. */
+INLINE void NAME(gemm_tile)(const int ROWS, const T *x, int64_t x_stride, const T *w, int64_t k, float *sums) {
     __m512 acc[MAX_TILE_ROWS][2];
 #pragma GCC unroll 14
     for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
     for (int64_t i = 0; i < k; i += K_STEP) {
         const T *step = w + i * PAIR_COLUMNS;
         OPERAND w0 = LOAD_OPERAND(step), w1 = LOAD_OPERAND(step + LANES * K_STEP);
-        __builtin_prefetch(step + 2048 / sizeof(T) + 0, 0, 3);
+        __builtin_prefetch(step + 2048 / sizeof(T), 0, 3);
         __builtin_prefetch(step + 2048 / sizeof(T) + LANES * K_STEP, 0, 3);
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; r++) {
@@ -39,47 +29,51 @@ INLINE void NAME(gemm_tile)(
     }
 #pragma GCC unroll 14
     for (int r = 0; r < ROWS; r++) {
-        vf first = (vf)acc[r][0], second = (vf)acc[r][1];
-        T *to = out + r * out_stride;
+        _mm512_store_ps(sums + r * PAIR_COLUMNS, acc[r][0]);
+        _mm512_store_ps(sums + r * PAIR_COLUMNS + LANES, acc[r][1]);
+    }
+}
+
+/* Writes a tile's sums; `columns` are left of the output. */
+static void NAME(store_tile)(const float *sums, int64_t rows, T *out, int64_t out_stride, int64_t columns, int gated) {
+    for (int64_t r = 0; r < rows; r++, out += out_stride) {
+        vf first = load_f32(sums + r * PAIR_COLUMNS), second = load_f32(sums + r * PAIR_COLUMNS + LANES);
         if (gated) {
-            NAME(store_columns)(to, VROUND(vsilu(VROUND(first))) * VROUND(second), columns);
+            NAME(store_columns)(out, VROUND(vsilu(VROUND(first))) * VROUND(second), columns);
         } else {
-            NAME(store_columns)(to, first, columns);
-            NAME(store_columns)(to + LANES, second, columns - LANES);
+            NAME(store_columns)(out, first, columns);
+            NAME(store_columns)(out + LANES, second, columns - LANES);
         }
     }
 }
 
 /* All n rows times pair `pair`. */
 static void NAME(gemm_pair)(
-    const NAME(Packed) * layer, int64_t pair, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n
+    const Packed * layer, int64_t pair, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n
 ) {
     const int64_t width = layer->gated ? LANES : PAIR_COLUMNS, column = pair * width;
-    const T *w = layer->packed + pair * layer->k * PAIR_COLUMNS;
+    const T *w = (const T *)layer->packed + pair * layer->k * PAIR_COLUMNS;
+    float sums[MAX_TILE_ROWS * PAIR_COLUMNS] __attribute__((aligned(64)));
     const int64_t tiles = (n + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = n * tile / tiles, rows = n * (tile + 1) / tiles - begin;
         const T *from = x + begin * x_stride;
-        T *to = out + begin * out_stride + column;
 #define TILE_CASE(R) \
     case R: \
-        NAME(gemm_tile)(R, from, x_stride, w, layer->k, to, out_stride, layer->cols - column, layer->gated); \
+        NAME(gemm_tile)(R, from, x_stride, w, layer->k, sums); \
         break;
         switch (rows) {
             TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6) TILE_CASE(7)
             TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12) TILE_CASE(13) TILE_CASE(14)
         }
 #undef TILE_CASE
+        T *to = out + begin * out_stride + column;
+        NAME(store_tile)(sums, rows, to, out_stride, layer->cols - column, layer->gated);
     }
 }
 
-INLINE int64_t NAME(packed_pairs)(const NAME(Packed) * layer) {
-    return layer->gated ? (layer->cols + LANES - 1) / LANES : gemm_pairs(layer->cols);
-}
-
-/* Called by every thread of a team; ends with a barrier. */
-static void NAME(gemm_team)(const NAME(Packed) * layer, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n) {
-    const int64_t pairs = NAME(packed_pairs)(layer);
+void NAME(gemm_team)(const Packed * layer, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n) {
+    const int64_t pairs = layer->gated ? (layer->cols + LANES - 1) / LANES : gemm_pairs(layer->cols);
 #pragma omp for schedule(dynamic, PAIRS_PER_TASK)
     for (int64_t pair = 0; pair < pairs; pair++) NAME(gemm_pair)(layer, pair, x, x_stride, out, out_stride, n);
 }

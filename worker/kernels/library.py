@@ -14,63 +14,14 @@ from typing import Any
 import torch
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.kernels.build import BuildError, library_file
+from depthbatch.worker.kernels.structs import F32, I32, I64, PTR
 
 logger = logging.getLogger(__name__)
 
 MODE_VARIABLE = "DEPTHBATCH_CPU_KERNELS"
 MODES = ("auto", "c", "portable", "torch")
 
-_PTR, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 Function = Callable[..., None]
-
-
-class LayerArgs(ctypes.Structure):
-    """LayerArgs of attention.h."""
-
-    _fields_ = [
-        ("k_cache", ctypes.c_void_p),
-        ("v_cache", ctypes.c_void_p),
-        ("planes", ctypes.c_int32),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-    ]
-
-
-class RowArgs(ctypes.Structure):
-    """RowArgs of attention.h."""
-
-    _fields_ = [
-        ("slots", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("planes", ctypes.c_void_p),
-        ("block_tables", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32),
-        ("plane", ctypes.c_int32),
-        ("rows_share_slots", ctypes.c_int32),
-    ]
-
-
-class CallArgs(ctypes.Structure):
-    """CallArgs of attention.h."""
-
-    _fields_ = [
-        ("q", ctypes.c_void_p),
-        ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("q_stride", ctypes.c_int64),
-        ("k_stride", ctypes.c_int64),
-        ("v_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("q_bias", ctypes.c_void_p),
-        ("k_bias", ctypes.c_void_p),
-        ("rope", ctypes.c_int32),
-    ]
 
 
 class TypedKernels:
@@ -82,12 +33,13 @@ class TypedKernels:
             bound.argtypes, bound.restype = argtypes, None
             return bound  # type: ignore[no-any-return]
 
-        self.norm = function("db_norm", _PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _F32)
-        self.norm_add_norm = function("db_norm_add_norm", _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _F32)
-        self.silu_mul = function("db_silu_mul", _PTR, _PTR, _I64, _I64)
-        self.rope = function("db_rope", _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64)
-        self.attend = function("db_attend", _PTR, _PTR, _PTR)
-        self.linear = function("db_linear", _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32) if have_gemm else None
+        self.norm = function("db_norm", PTR, PTR, PTR, PTR, PTR, I64, I64, F32)
+        self.norm_add_norm = function("db_norm_add_norm", PTR, PTR, PTR, PTR, PTR, PTR, I64, I64, F32)
+        self.silu_mul = function("db_silu_mul", PTR, PTR, I64, I64)
+        self.rope = function("db_rope", PTR, PTR, PTR, PTR, I64, I64, I64, I64, I64)
+        self.attend = function("db_attend", PTR, PTR, PTR)
+        self.linear = function("db_linear", PTR, PTR, PTR, I64, I64, I64, I32) if have_gemm else None
+        self.stack = function("db_stack", PTR, PTR, PTR) if have_gemm else None
 
 
 class Kernels:
@@ -100,13 +52,13 @@ class Kernels:
             torch.bfloat16: TypedKernels(library, "bf16", have_gemm),
         }
         library.db_copy_planes.argtypes, library.db_copy_planes.restype = (
-            (_PTR, _I32, _PTR, _PTR, _PTR, _PTR, _I32),
+            (PTR, I32, PTR, PTR, PTR, PTR, I32),
             None,
         )
         self.copy_planes: Function = library.db_copy_planes
-        library.db_pack.argtypes, library.db_pack.restype = (_PTR, _PTR, _I64, _I64, _I64, _I32), None
+        library.db_pack.argtypes, library.db_pack.restype = (PTR, PTR, I64, I64, I64, I32), None
         self._pack: Function = library.db_pack
-        library.db_packed_size.argtypes, library.db_packed_size.restype = (_I64, _I64, _I32), _I64
+        library.db_packed_size.argtypes, library.db_packed_size.restype = (I64, I64, I32), I64
         self._packed_size: Callable[..., int] = library.db_packed_size
 
     def can_multiply(self, weight: torch.Tensor, gated: bool) -> bool:

@@ -3,7 +3,7 @@
  * Intermediate results are rounded to the element type where the plain operators of ops.py round.
  */
 
-#include "vec.h"
+#include "small.h"
 
 #define PARALLEL_MIN_ELEMENTS 32768 /* about 5 us of one core: below, waking a second thread costs more */
 

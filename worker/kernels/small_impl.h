@@ -9,7 +9,7 @@ INLINE vf NAME(load_sum)(const T *x, const T *y, int64_t i, int64_t d) {
 }
 
 /* out = (residual +) norm(x (+ y)) * weight, one row; out may be residual, x or y. */
-INLINE void NAME(norm_row)(
+void NAME(norm_row)(
     T *out, const T *x, const T *y, const T *residual, const T *weight, int64_t d, float eps
 ) {
     vf sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};

@@ -1,0 +1,143 @@
+"""Hands a whole BlockStack to the C kernels: builds the argument structures once, then one call a run.
+
+Only stacks whose products are all packed can go this way (linear.py); the result is bit for bit that of the plain
+loop. Knows the structures, not what the kernels do.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from depthbatch.worker.attention.interface import CacheGeometry, Rotation
+from depthbatch.worker.blocks import Block, BlockStack
+from depthbatch.worker.kernels.library import Function, TypedKernels
+from depthbatch.worker.kernels.structs import (
+    ROPE_INTERLEAVED,
+    ROPE_SPLIT_HALF,
+    BlockArgs,
+    PackedArgs,
+    StackArgs,
+    StackCall,
+)
+from depthbatch.worker.linear import PackedProduct
+from torch import Tensor
+
+KEPT_ROWS = 512  # scratch for more rows than this (long prefill) is given back after the call
+ROW_PADDING = 32  # elements between scratch rows: rows a power of two apart would share few cache sets
+
+
+class _Widths(NamedTuple):
+    """Elements a row of each scratch area."""
+
+    hidden: int
+    projected: int
+    attended: int
+    inner: int
+
+
+class FusedStack:
+    """A BlockStack ready for the C kernels."""
+
+    def __init__(self, args: StackArgs, widths: _Widths, function: Function, kept: list[object]) -> None:
+        self._args, self._widths, self._function = args, widths, function
+        self._kept = kept  # tensors and structures that the arguments point to
+        self._call = StackCall()
+        self._scratch: Tensor | None = None  # one area, cut by _point_into
+        self._rows = 0  # rows the scratch has room for
+
+    def run(self, x: Tensor, rotation: Rotation, row_address: int) -> Tensor:
+        """x [N, D] -> [N, D]; row_address: the RowArgs of these rows."""
+        n = x.shape[0]
+        if n > self._rows:
+            self._point_into(n, x)
+        call, x = self._call, x.contiguous()
+        out = torch.empty_like(x)
+        call.x, call.out = x.data_ptr(), out.data_ptr()
+        call.cos, call.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+        call.rope = ROPE_INTERLEAVED if rotation.interleaved else ROPE_SPLIT_HALF
+        self._function(ctypes.addressof(self._args), row_address, ctypes.addressof(call))
+        if self._rows > KEPT_ROWS:
+            self._scratch, self._rows = None, 0
+        return out
+
+    def _point_into(self, rows: int, like: Tensor) -> None:
+        """Cuts fresh scratch for ``rows`` rows: normed | projected | attended | inner | branch."""
+        w, call = self._widths, self._call
+        strides = [w.hidden + ROW_PADDING, w.projected + ROW_PADDING, w.attended + ROW_PADDING, w.inner + ROW_PADDING]
+        self._scratch = like.new_empty(rows * (sum(strides) + w.hidden))
+        self._rows = rows
+        call.normed_stride, call.projected_stride, call.attended_stride, call.inner_stride = strides
+        address, size = self._scratch.data_ptr(), like.element_size()
+        for name, stride in zip(("normed", "projected", "attended", "inner"), strides, strict=True):
+            setattr(call, name, address)
+            address += rows * stride * size
+        call.branch = address
+
+
+def fuse(
+    stack: BlockStack, geometry: CacheGeometry, kernels: TypedKernels, layer_addresses: Sequence[int]
+) -> FusedStack | None:
+    """None when the kernels cannot run this stack as a whole."""
+    if kernels.stack is None or not all(_fusible(block, geometry) for block in stack.blocks):
+        return None
+    if stack.final_norm is not None and not _plain_vector(stack.final_norm, geometry):
+        return None
+    blocks = (BlockArgs * len(stack.blocks))(
+        *(
+            _block_args(block, geometry, layer_addresses[layer])
+            for layer, block in enumerate(stack.blocks, stack.first_layer)
+        )
+    )
+    first = stack.blocks[0]
+    args = StackArgs(
+        blocks=ctypes.addressof(blocks),
+        final_norm=None if stack.final_norm is None else stack.final_norm.data_ptr(),
+        num_blocks=len(stack.blocks),
+        hidden=first.qkv.in_features,
+        norm_on_sum=stack.norm_on_sum,
+        eps=stack.eps,
+    )
+    widths = _Widths(
+        first.qkv.in_features,
+        first.qkv.out_features,
+        first.out.in_features,
+        max(b.down.in_features for b in stack.blocks),
+    )
+    return FusedStack(args, widths, kernels.stack, [stack, blocks])
+
+
+def _fusible(block: Block, geometry: CacheGeometry) -> bool:
+    products = (block.qkv.product, block.out.product, block.gate_up.product, block.down.product)
+    packed = all(isinstance(p, PackedProduct) and p.packed.dtype is geometry.dtype for p in products)
+    vectors = [block.norm_in, block.norm_out, block.norm_mlp_in, block.norm_mlp_out]
+    if block.qk_bias is not None:
+        vectors.append(block.qk_bias)
+    return packed and all(_plain_vector(v, geometry) for v in vectors)
+
+
+def _plain_vector(x: Tensor, geometry: CacheGeometry) -> bool:
+    return x.is_cpu and x.is_contiguous() and x.dtype is geometry.dtype
+
+
+def _block_args(block: Block, geometry: CacheGeometry, layer_address: int) -> BlockArgs:
+    bias = None if block.qk_bias is None else block.qk_bias.data_ptr()
+    k_bias = None if bias is None else bias + geometry.num_heads * geometry.head_dim * geometry.dtype.itemsize
+    return BlockArgs(
+        norm_in=block.norm_in.data_ptr(),
+        norm_out=block.norm_out.data_ptr(),
+        norm_mlp_in=block.norm_mlp_in.data_ptr(),
+        norm_mlp_out=block.norm_mlp_out.data_ptr(),
+        q_bias=bias,
+        k_bias=k_bias,
+        cache=layer_address,
+        qkv=_packed_args(block.qkv.product),
+        out=_packed_args(block.out.product),
+        gate_up=_packed_args(block.gate_up.product),
+        down=_packed_args(block.down.product),
+    )
+
+
+def _packed_args(product: object) -> PackedArgs:
+    assert isinstance(product, PackedProduct)
+    return PackedArgs(packed=product.packed.data_ptr(), cols=product.columns, k=product.width, gated=product.gated)

@@ -1,0 +1,29 @@
+/* A whole run of transformer blocks in one parallel region: no operator dispatch between its parts, one team of threads.
+ *
+ * Every part is the kernel that the separate operators call, with the same roundings, so the result is bit for bit
+ * that of calling them one by one.
+ */
+#include "small.h"
+#include "stack.h"
+
+#if HAVE_GEMM
+
+#define T float
+#define NAME(x) x##_f32
+#include "stack_impl.h"
+#undef T
+#undef NAME
+
+#define T bf16
+#define NAME(x) x##_bf16
+#include "stack_impl.h"
+
+EXPORT void db_stack_f32(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
+#pragma omp parallel
+    stack_team_f32(stack, rows, call);
+}
+EXPORT void db_stack_bf16(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
+#pragma omp parallel
+    stack_team_bf16(stack, rows, call);
+}
+#endif

@@ -1,0 +1,32 @@
+/* Arguments of a whole run of transformer blocks; mirrored by ctypes structures in library.py. */
+#ifndef DEPTHBATCH_STACK_H
+#define DEPTHBATCH_STACK_H
+
+#include "attention.h"
+#include "gemm.h"
+
+typedef struct {
+    const void *norm_in, *norm_out, *norm_mlp_in, *norm_mlp_out; /* [hidden] */
+    const void *q_bias, *k_bias; /* or NULL */
+    const LayerArgs *cache;
+    Packed qkv, out, gate_up, down;
+} BlockArgs;
+
+typedef struct {
+    const BlockArgs *blocks;
+    const void *final_norm; /* [hidden] or NULL: applied to the result */
+    int64_t num_blocks, hidden;
+    int32_t norm_on_sum; /* x = norm(x + branch) instead of x + norm(branch) */
+    float eps;
+} StackArgs;
+
+/* x and out [n, hidden], contiguous. The scratch areas have rows of the given strides. */
+typedef struct {
+    const void *x;
+    void *out, *normed, *projected, *attended, *branch, *inner;
+    int64_t normed_stride, projected_stride, attended_stride, inner_stride; /* branch: hidden */
+    const float *cos, *sin;
+    int32_t rope;
+} StackCall;
+
+#endif

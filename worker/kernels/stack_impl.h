@@ -1,0 +1,53 @@
+/* Body of the block stack for one element type; included once a type (see stack.c). */
+
+/* Adds a branch to the stream and norms the sum for what comes next: `normed` rows, or the result when `last`.
+ * Ends with a barrier. */
+static void NAME(join_branch)(
+    const StackArgs *stack, const StackCall *call, const void *stream, const void *norm, const void *next_norm, int last,
+    int64_t n
+) {
+    const int64_t d = stack->hidden;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < n; row++) {
+        const T *from = (const T *)stream + row * d, *branch = (const T *)call->branch + row * d;
+        T *to = (T *)call->out + row * d;
+        if (stack->norm_on_sum) {
+            NAME(norm_row)(to, from, branch, NULL, (const T *)norm, d, stack->eps);
+        } else {
+            NAME(norm_row)(to, branch, NULL, from, (const T *)norm, d, stack->eps);
+        }
+        if (!next_norm) continue;
+        T *next = last ? to : (T *)call->normed + row * call->normed_stride;
+        NAME(norm_row)(next, to, NULL, NULL, (const T *)next_norm, d, stack->eps);
+    }
+}
+
+/* Called by every thread of a team. */
+static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
+    const int64_t n = rows->num_rows, d = stack->hidden;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < n; row++) {
+        T *to = (T *)call->normed + row * call->normed_stride;
+        NAME(norm_row)(to, (const T *)call->x + row * d, NULL, NULL, (const T *)stack->blocks[0].norm_in, d, stack->eps);
+    }
+    for (int64_t i = 0; i < stack->num_blocks; i++) {
+        const BlockArgs *block = &stack->blocks[i];
+        const int last = i + 1 == stack->num_blocks;
+        const int64_t heads = block->cache->num_heads, kv_heads = block->cache->num_kv_heads, dh = block->cache->head_dim;
+        const T *projected = (const T *)call->projected;
+        const CallArgs attention = {
+            .q = projected, .k = projected + heads * dh, .v = projected + (heads + kv_heads) * dh,
+            .q_stride = call->projected_stride, .k_stride = call->projected_stride, .v_stride = call->projected_stride,
+            .out = call->attended, .out_stride = call->attended_stride, .cos = call->cos, .sin = call->sin,
+            .q_bias = block->q_bias, .k_bias = block->k_bias, .rope = call->rope,
+        };
+        NAME(gemm_team)(&block->qkv, call->normed, call->normed_stride, call->projected, call->projected_stride, n);
+        NAME(attend_team)(block->cache, rows, &attention);
+        NAME(gemm_team)(&block->out, call->attended, call->attended_stride, call->branch, d, n);
+        NAME(join_branch)(stack, call, i == 0 ? call->x : call->out, block->norm_out, block->norm_mlp_in, 0, n);
+        NAME(gemm_team)(&block->gate_up, call->normed, call->normed_stride, call->inner, call->inner_stride, n);
+        NAME(gemm_team)(&block->down, call->inner, call->inner_stride, call->branch, d, n);
+        const void *next_norm = last ? stack->final_norm : stack->blocks[i + 1].norm_in;
+        NAME(join_branch)(stack, call, call->out, block->norm_mlp_out, next_norm, last, n);
+    }
+}

@@ -1,0 +1,115 @@
+"""ctypes mirrors of the argument structures in attention.h, gemm.h and stack.h; field order is the C order."""
+
+import ctypes
+
+PTR, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+ROPE_NONE, ROPE_SPLIT_HALF, ROPE_INTERLEAVED = range(3)  # attention.h
+
+
+class LayerArgs(ctypes.Structure):
+    """One cache layer."""
+
+    _fields_ = [
+        ("k_cache", PTR),
+        ("v_cache", PTR),
+        ("planes", I32),
+        ("num_heads", I32),
+        ("num_kv_heads", I32),
+        ("head_dim", I32),
+        ("block_size", I32),
+        ("scale", F32),
+    ]
+
+
+class RowArgs(ctypes.Structure):
+    """Where the rows live."""
+
+    _fields_ = [
+        ("slots", PTR),
+        ("positions", PTR),
+        ("planes", PTR),
+        ("block_tables", PTR),
+        ("table_stride", I64),
+        ("num_rows", I32),
+        ("plane", I32),
+        ("rows_share_slots", I32),
+    ]
+
+
+class CallArgs(ctypes.Structure):
+    """Inputs and output of one attention call; strides in elements."""
+
+    _fields_ = [
+        ("q", PTR),
+        ("k", PTR),
+        ("v", PTR),
+        ("q_stride", I64),
+        ("k_stride", I64),
+        ("v_stride", I64),
+        ("out", PTR),
+        ("out_stride", I64),
+        ("cos", PTR),
+        ("sin", PTR),
+        ("q_bias", PTR),
+        ("k_bias", PTR),
+        ("rope", I32),
+    ]
+
+
+class PackedArgs(ctypes.Structure):
+    """One linear layer (Packed in gemm.h)."""
+
+    _fields_ = [("packed", PTR), ("cols", I64), ("k", I64), ("gated", I32)]
+
+
+class BlockArgs(ctypes.Structure):
+    """Weights and cache of one transformer block."""
+
+    _fields_ = [
+        ("norm_in", PTR),
+        ("norm_out", PTR),
+        ("norm_mlp_in", PTR),
+        ("norm_mlp_out", PTR),
+        ("q_bias", PTR),
+        ("k_bias", PTR),
+        ("cache", PTR),
+        ("qkv", PackedArgs),
+        ("out", PackedArgs),
+        ("gate_up", PackedArgs),
+        ("down", PackedArgs),
+    ]
+
+
+class StackArgs(ctypes.Structure):
+    """A run of blocks."""
+
+    _fields_ = [
+        ("blocks", PTR),
+        ("final_norm", PTR),
+        ("num_blocks", I64),
+        ("hidden", I64),
+        ("norm_on_sum", I32),
+        ("eps", F32),
+    ]
+
+
+class StackCall(ctypes.Structure):
+    """Inputs, output and scratch of one run; strides in elements."""
+
+    _fields_ = [
+        ("x", PTR),
+        ("out", PTR),
+        ("normed", PTR),
+        ("projected", PTR),
+        ("attended", PTR),
+        ("branch", PTR),
+        ("inner", PTR),
+        ("normed_stride", I64),
+        ("projected_stride", I64),
+        ("attended_stride", I64),
+        ("inner_stride", I64),
+        ("cos", PTR),
+        ("sin", PTR),
+        ("rope", I32),
+    ]
