@@ -171,7 +171,7 @@ class EngineClient:
     def descriptors(self) -> set[int]:
         """File descriptors whose readability means that ``poll`` has something to do. Changes with restarts."""
         children = {child.fd for child in self._launcher.children.values() if not child.death_noticed}
-        if self._link is None:
+        if self._link is None or self._closed:
             return children
         return children | {self._link.socket.getsockopt(zmq.FD)}  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ writes its log into the run directory. A process file descriptor becomes readabl
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from depthbatch.common.config import EngineConfig
 
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _TAIL_BYTES = 8192
+_LOG_PREFIX = re.compile(r"^\d{4}-\S+ \S+ [A-Z]+ \w+: ")  # of common.logging
 
 
 class Child:
@@ -69,7 +71,8 @@ class Child:
                 lines = file.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return _LOG_PREFIX.sub("", said)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the whole group; a dead one is left in peace."""

@@ -144,10 +144,14 @@ class FakeScheduler:
 
 def run_worker(run_dir: str, config: EngineConfig) -> int:
     """``load_format`` and ``model`` name the way it fails, if it is to fail."""
-    link = Dealer(zmq.Context(), endpoint(run_dir, "worker"), WorkerCommand)
+    context = zmq.Context()
+    link = Dealer(context, endpoint(run_dir, "worker"), WorkerCommand)
     if config.model == "user-error":
-        link.send(Fatal("worker", "model 'user-error' has no config.json", True))
+        message = "model 'user-error' has no config.json"
+        print(f"2026-01-01 00:00:00,000 ERROR worker: {message}", file=sys.stderr, flush=True)
+        link.send(Fatal("worker", message, True))
         link.close()
+        context.term()  # waits until the last words are out
         return 2
     if config.model == "crash":
         print("about to abort", file=sys.stderr, flush=True)

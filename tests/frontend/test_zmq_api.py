@@ -1,0 +1,154 @@
+"""The native API with its own client, over the fake engine: one terminal message a request, whatever the client does."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from depthbatch.common.transport import endpoint
+from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.client import Client
+from depthbatch.frontend.zmq_api import ZmqApi
+from frontend_fakes.fake_engine import next_token
+
+pytestmark = pytest.mark.usefixtures("fake_engine")
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return endpoint(tmp_path, "api")
+
+
+def serve(address: str, body: Callable[[str], None]) -> int:
+    """Runs ``body`` in a thread against a server; returns the server's count of undecodable messages."""
+
+    async def main() -> int:
+        async with AsyncEngine(quiet=True) as engine:
+            api = ZmqApi(engine, address)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(body, address), 60)
+            finally:
+                await api.close()
+            return api.decode_errors
+
+    return asyncio.run(main())
+
+
+def until_terminal(client: Client, request_id: Any) -> list[dict[str, Any]]:
+    messages = []
+    while True:
+        message = client.receive()
+        if message.get("id") == request_id and message["type"] != "aborted":
+            messages.append(message)
+            if message["type"] in ("finished", "error"):
+                return messages
+
+
+def test_session(address: str) -> None:
+    """Submit, stream, stats, health through the client that ships."""
+
+    def body(address: str) -> None:
+        client = Client(address)
+        *pieces, last = client.generate([7], max_tokens=9)
+        assert [token for piece in pieces for token in piece["token_ids"]] == [next_token([7], i) for i in range(9)]
+        assert all(len(piece["token_ids"]) == len(piece["exit_depths"]) for piece in pieces)
+        assert (last["type"], last["finish_reason"]) == ("finished", "length")
+        assert client.ask("health")["status"] == "ok"
+        assert client.ask("stats")["values"]["submits"] == 1
+        with pytest.raises(RuntimeError, match="max_tokens"):
+            list(client.generate([7], max_tokens=0))
+        client.close()
+
+    assert serve(address, body) == 0
+
+
+def test_exactly_one_terminal_message(address: str) -> None:
+    """Submits and aborts sent together, so that aborts meet requests in every state, unborn and finished included: each
+    request gets one terminal message and nothing after it."""
+
+    def body(address: str) -> None:
+        client = Client(address)
+        for i in range(60):
+            client.send(verb="submit", id=i, prompt=[1 + i], params={"max_tokens": 1 + i})
+            if i % 3 == 0:
+                client.send(verb="abort", id=i)
+            if i % 3 == 1:
+                client.send(verb="abort", id=i - 1)
+        for i in range(0, 60, 5):
+            client.send(verb="abort", id=i)
+        client.send(verb="abort", id="unknown")
+        terminal: dict[int, int] = dict.fromkeys(range(60), 0)
+        while min(terminal.values()) == 0:
+            message = client.receive(10)
+            if message["type"] == "finished":
+                terminal[message["id"]] += 1
+            elif message["type"] == "tokens":
+                assert terminal[message["id"]] == 0
+        client.ask("stats")  # whatever else was sent has come before this
+        assert set(terminal.values()) == {1}
+        client.close()
+
+    serve(address, body)
+
+
+def test_bad_messages(address: str) -> None:
+    """Bytes that are no request get a typed error and are counted; bad fields name themselves; the server goes on."""
+
+    def body(address: str) -> None:
+        client = Client(address)
+        for bad in (b"", b"\xc1", os.urandom(64), b"\x81\xa4verb\xa3fly", b"\x81\xa4verb\xa6submit"):
+            client.socket.send(bad)
+            assert client.receive()["error"] == "decode"
+        client.send(verb="abort", id=1, extra=2)
+        assert client.receive()["error"] == "decode"
+        client.send(verb="submit", id="x", prompt="a", params={"max_tokns": 3})
+        error = client.receive()
+        assert (error["error"], error["id"], error["param"]) == ("request", "x", "max_tokns")
+        assert client.ask("stats")["values"]["api_decode_errors"] == 6
+        client.close()
+
+    assert serve(address, body) == 6
+
+
+def test_ids_belong_to_the_connection(address: str) -> None:
+    """Two clients use one id at once and each gets its own tokens; one client may not."""
+
+    def body(address: str) -> None:
+        first, second = Client(address), Client(address)
+        first.send(verb="submit", id="same", prompt=[1], params={"max_tokens": 200})
+        second.send(verb="submit", id="same", prompt=[2], params={"max_tokens": 20})
+        first.send(verb="submit", id="same", prompt=[3], params={"max_tokens": 20})
+        tokens = [t for m in until_terminal(second, "same") for t in m.get("token_ids", ())]
+        assert tokens == [next_token([2], i) for i in range(20)]
+        refused, got = None, []
+        while refused is None or len(got) < 200:
+            message = first.receive()
+            if message["type"] == "error":
+                refused = message["param"]
+            got += message.get("token_ids", [])
+        assert refused == "id" and got == [next_token([1], i) for i in range(200)]
+        first.close()
+        second.close()
+
+    serve(address, body)
+
+
+def test_client_that_goes_away_frees_the_slot(address: str) -> None:
+    def body(address: str) -> None:
+        leaver, observer = Client(address), Client(address)
+        leaver.send(verb="submit", id=1, prompt=[1], params={"max_tokens": 500})
+        leaver.receive()
+        assert observer.ask("stats")["values"]["num_running"] == 1
+        leaver.close()
+        for _ in range(50):
+            if observer.ask("stats")["values"]["num_running"] == 0:
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError("the request of a client that has gone still runs")
+        observer.close()
+
+    serve(address, body)
