@@ -17,6 +17,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ class Link:
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.decode_errors = 0
+        self._next_report_s = 0.0
         self._decoder = MessageDecoder(incoming)
         self._head = 1 if kind == zmq.ROUTER else 0  # parts before the header
 
@@ -83,8 +85,15 @@ class Link:
                 return Received(peer, self._decoder.decode(parts[self._head]), parts[self._head + 1 :])
             except DecodeError as error:
                 self.decode_errors += 1
-                log.warning("%s (%d so far)", error, self.decode_errors)
+                self._report(error)
                 self.on_decode_error(peer, error)
+
+    def _report(self, error: DecodeError) -> None:
+        """At most one line a second: a peer that sends noise must not fill the log."""
+        now_s = time.monotonic()
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + 1.0
+            log.warning("%s (%d so far)", error, self.decode_errors)
 
     def on_decode_error(self, peer: bytes, error: DecodeError) -> None:
         """Hook for links whose peers are owed an answer."""

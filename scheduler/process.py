@@ -1,0 +1,277 @@
+"""The scheduler process: a loop of five verbs around the pure core. Knows sockets and the clock, decides nothing.
+
+Blocks in poll, never spins. Tokens go to the frontend that submitted the request; a frontend that has gone takes its
+requests with it; a worker that has gone leaves its requests waiting for the next one.
+"""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NamedTuple
+
+import zmq
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError, DepthbatchError
+from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import (
+    Abort,
+    EngineReady,
+    Fatal,
+    FrontendMessage,
+    GetStats,
+    Hello,
+    Rejected,
+    SchedulerStats,
+    Shutdown,
+    StageResult,
+    Submit,
+    TokenEvent,
+    WorkerHeartbeat,
+    WorkerMessage,
+    WorkerReady,
+)
+from depthbatch.common.transport import SCHEDULER_ENDPOINT, WORKER_ENDPOINT, Received, Router, endpoint
+from depthbatch.scheduler.assembly import ScheduledStage
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.frontends import Frontends
+from depthbatch.scheduler.worker_peer import WorkerPeer
+
+HEARTBEAT_S = 0.5
+VERBS = ("receive", "complete", "schedule", "dispatch", "publish")
+
+log = get_logger("scheduler")
+
+
+class Inbox(NamedTuple):
+    """What one wait has brought, in order of arrival per link."""
+
+    from_frontends: list[Received]
+    from_workers: list[Received]
+
+
+class Stopped(Exception):
+    """Asked to stop; ``status`` is the exit code."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class SchedulerProcess:
+    """Owns both sockets and the core. Run directory and options are given; the core exists once a worker is ready."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: str, options: EngineConfig) -> None:
+        self._options = options
+        self.frontends = Frontends(Router(context, endpoint(run_dir, SCHEDULER_ENDPOINT), FrontendMessage))
+        self.worker = WorkerPeer(Router(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerMessage))
+        self.core: Scheduler | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(self.frontends.link.socket, zmq.POLLIN)
+        self._poller.register(self.worker.link.socket, zmq.POLLIN)
+        self._verb_seconds = dict.fromkeys(VERBS, 0.0)
+        self._next_heartbeat_s = 0.0
+        self._last_progress_s = time.monotonic()
+        self._draining = False
+
+    # --- the loop
+
+    def run(self) -> int:
+        """Until asked to stop; returns the exit status."""
+        try:
+            while True:
+                inbox = self.receive()
+                events = self.complete(inbox)
+                for stage in self.schedule():
+                    self.dispatch(stage)
+                self.publish(events)
+        except Stopped as stop:
+            return stop.status
+
+    def receive(self) -> Inbox:
+        """Blocks until a message or the next heartbeat is due; then takes all there is."""
+        wait_s = self._next_heartbeat_s - time.monotonic()
+        self._poller.poll(max(0, int(1000 * wait_s) + 1))
+        with self._timed("receive"):
+            return Inbox(_take_all(self.frontends.link), _take_all(self.worker.link))
+
+    def complete(self, inbox: Inbox) -> list[TokenEvent]:
+        """Results first: they are what the worker waits for."""
+        with self._timed("complete"):
+            events: list[TokenEvent] = []
+            for received in inbox.from_workers:
+                events += self._from_worker(received)
+            for received in inbox.from_frontends:
+                self._from_frontend(received)
+            return events
+
+    def schedule(self) -> Iterator[ScheduledStage]:
+        """Stages as far ahead as the core allows; each is sent before the next is assembled."""
+        while self.core is not None and self.worker.present:
+            with self._timed("schedule"):
+                stage = self.core.next_stage(time.monotonic())
+            if stage is None:
+                return
+            yield stage
+
+    def dispatch(self, stage: ScheduledStage) -> None:
+        """Hands a stage to the worker. If that has gone, its successor's WorkerReady brings the work back."""
+        with self._timed("dispatch"):
+            self.worker.send(stage)
+
+    def publish(self, events: list[TokenEvent]) -> None:
+        """Tokens to their frontends, and a heartbeat when one is due."""
+        with self._timed("publish"):
+            if self.core is not None:
+                events += self.core.drain_events()
+                for request_id in self.frontends.publish(events):
+                    self.core.abort(request_id)
+            now = time.monotonic()
+            if now >= self._next_heartbeat_s:
+                self._next_heartbeat_s = now + HEARTBEAT_S
+                self.frontends.heartbeat(self.core, self.worker, self._oldest_work_age_s(now))
+        if self._draining and (self.core is None or not self.core.num_unfinished):
+            raise Stopped(0)
+
+    def close(self) -> None:
+        """Tells the worker to stop and closes both sockets."""
+        self.worker.send_shutdown()
+        self.worker.link.close()
+        self.frontends.link.close()
+
+    def fail(self, message: str, user_error: bool) -> int:
+        """Tells every frontend why the engine cannot go on; returns the exit status."""
+        log.error("%s", message)
+        self.frontends.tell_all(Fatal("scheduler", message, user_error))
+        return 2 if user_error else 1
+
+    # --- messages
+
+    def _from_worker(self, received: Received) -> list[TokenEvent]:
+        match received.message:
+            case StageResult() as result if received.peer == self.worker.peer and self.core is not None:
+                self._last_progress_s = time.monotonic()
+                return self.core.complete(result, self._last_progress_s)
+            case StageResult():
+                self.worker.stale_results += 1
+            case WorkerHeartbeat() as heartbeat:
+                self.worker.take_heartbeat(received.peer, heartbeat)
+            case WorkerReady() as ready:
+                self._take_worker(received.peer, ready)
+            case Fatal() as fatal:
+                log.error("worker: %s", fatal.message)
+                self.worker.lose()
+                self.frontends.last_words = fatal
+                self.frontends.tell_all(fatal)
+        return []
+
+    def _take_worker(self, peer: bytes, ready: WorkerReady) -> None:
+        """A first worker makes the core; a later one gets all unfinished requests again, prompt and tokens."""
+        config = SchedulerConfig.resolve(self._options, ready.info)
+        self.worker.take(peer, ready.pid)
+        if self.core is None:
+            self.core = Scheduler(config)
+            gc.collect()
+            gc.freeze()  # what start-up made lives on: keep it out of every later collection
+        elif config != self.core.config:
+            raise DepthbatchError("the restarted worker is not the same engine (KV blocks or buckets differ)")
+        else:
+            self.core.recover()
+        log.info("worker %d is ready: %d KV blocks", ready.pid, config.usable_blocks)
+        self.frontends.last_words = None
+        self.frontends.ready = EngineReady(ready.info)
+        self.frontends.tell_all(self.frontends.ready)
+
+    def _from_frontend(self, received: Received) -> None:
+        match received.message:
+            case Submit() as submit:
+                self._submit(received.peer, submit)
+            case Abort(request_id):
+                if self.core is not None and self.frontends.owns(received.peer, request_id):
+                    self.core.abort(request_id)
+            case Hello():
+                self.frontends.join(received.peer)
+            case GetStats():
+                self.frontends.send(received.peer, SchedulerStats(self.stats()))
+            case Shutdown(drain):
+                if not drain:
+                    raise Stopped(0)
+                self._draining = True
+
+    def _submit(self, peer: bytes, submit: Submit) -> None:
+        refusal: Rejected | None
+        if self.core is None or self._draining:
+            refusal = Rejected(submit.request_id, "the engine is stopping" if self._draining else "no worker is ready")
+        else:
+            if not self.core.num_in_flight and not self.core.num_unfinished:
+                self._last_progress_s = time.monotonic()
+            refusal = self.core.submit(submit)
+        if refusal is None:
+            self.frontends.adopt(peer, submit.request_id)
+        else:
+            self.frontends.send(peer, refusal)
+
+    # --- figures
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of the core, this process and the worker, under the names of interfaces.md."""
+        values = self.core.stats() if self.core is not None else {}
+        values |= {f'scheduler_stage_seconds_total{{verb="{verb}"}}': s for verb, s in self._verb_seconds.items()}
+        values |= self.worker.stats()
+        values["decode_errors_total"] = self.frontends.link.decode_errors + self.worker.link.decode_errors
+        return values
+
+    def _oldest_work_age_s(self, now: float) -> float:
+        if self.core is None or not self.core.num_unfinished:
+            return 0.0
+        dispatched_s = self.core.oldest_dispatch_s()
+        return now - (self._last_progress_s if dispatched_s is None else max(dispatched_s, self._last_progress_s))
+
+    @contextmanager
+    def _timed(self, verb: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._verb_seconds[verb] += time.perf_counter() - start_s
+
+
+def _take_all(link: Router) -> list[Received]:
+    out: list[Received] = []
+    while (received := link.receive()) is not None:
+        out.append(received)
+    return out
+
+
+def run_scheduler(run_dir: str, config_json: str) -> int:
+    """Binds, runs, stops; the exit status: 0 stopped, 1 a bug, 2 the user's mistake."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    process: SchedulerProcess | None = None
+    try:
+        process = SchedulerProcess(context, run_dir, EngineConfig.from_json(config_json))
+        log.info("scheduler %d waits for a worker", os.getpid())
+        return process.run()
+    except Stopped as stop:
+        return stop.status
+    except ConfigError as error:
+        if process is None:
+            log.error("%s", error)
+            return 2
+        return process.fail(str(error), user_error=True)
+    except Exception as error:  # whatever it is, the frontends must hear of it
+        log.exception("scheduler failed")
+        return 1 if process is None else process.fail(f"{type(error).__name__}: {error}", user_error=False)
+    finally:
+        if process is not None:
+            process.close()
+        context.term()
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise Stopped(0)

@@ -1,0 +1,363 @@
+"""The scheduler process over real ipc sockets: a scripted frontend on one side, a worker thread on the other."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.frames import Stage
+from depthbatch.common.gates import Gate
+from depthbatch.common.messages import (
+    Abort,
+    EngineInfo,
+    EngineReady,
+    Fatal,
+    GetStats,
+    Hello,
+    Rejected,
+    RequestParams,
+    SchedulerHeartbeat,
+    SchedulerMessage,
+    SchedulerStats,
+    Shutdown,
+    StageBatch,
+    StageResult,
+    Submit,
+    Tokens,
+    WorkerCommand,
+    WorkerHeartbeat,
+    WorkerReady,
+)
+from depthbatch.common.transport import Dealer, endpoint
+from depthbatch.scheduler.assembly import ScheduledStage
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.process import SchedulerProcess
+from scheduler_fakes.paged_worker import PagedWorker, plain_decode
+
+OPTIONS = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling="lookahead")
+WAIT_S = 20.0
+
+
+def engine_info(**changes: object) -> EngineInfo:
+    fields = {
+        "model": "fake",
+        "architecture": "fake",
+        "vocab_size": 40,
+        "r_max": 4,
+        "r_min": 1,
+        "default_gate": Gate.NONE,
+        "gates": tuple(Gate),
+        "default_threshold": 0.5,
+        "kv_layout": "single",
+        "block_size": 4,
+        "num_blocks": 60,
+        "kv_bytes_per_token": 1,
+        "max_model_len": 64,
+        "boundary_layers": 0,
+        "buckets": (1, 2, 4),
+        "device": "fake",
+        "dtype": "int",
+    }
+    return EngineInfo(**fields | changes)  # type: ignore[arg-type]
+
+
+class FakeWorker:
+    """A PagedWorker behind a DEALER, in a thread. ``die_after``: vanishes after that many stages, last one unanswered."""
+
+    def __init__(
+        self, run_dir: Path, pid: int = 1, die_after: int | None = None, info: EngineInfo | None = None
+    ) -> None:
+        self.info = info or engine_info()
+        self.config = SchedulerConfig.resolve(OPTIONS, self.info)
+        self.worker = PagedWorker(self.config, depth_sensitive=False)
+        self.stages = 0
+        self.error: BaseException | None = None
+        self._arguments = (run_dir, pid, die_after)
+        self.thread = threading.Thread(target=self._guard, daemon=True)
+        self.thread.start()
+
+    def _guard(self) -> None:
+        try:
+            self._run(*self._arguments)
+        except BaseException as error:  # shown by the test that joins
+            self.error = error
+
+    def _run(self, run_dir: Path, pid: int, die_after: int | None) -> None:
+        context = zmq.Context()
+        link = Dealer(context, endpoint(run_dir, "worker"), WorkerCommand)
+        link.send(WorkerReady(pid, self.info))
+        while True:
+            assert link.socket.poll(int(1000 * WAIT_S)), "nothing for the worker"
+            received = link.receive()
+            if received is None:
+                continue
+            if isinstance(received.message, Shutdown):
+                break
+            header = received.message
+            assert isinstance(header, StageBatch)
+            frames = [np.frombuffer(frame, np.int32) for frame in received.frames]
+            if header.stage != Stage.PREFILL:
+                frames[0] = frames[0].reshape(3, header.bucket)
+            params = frames[1].reshape(header.n_slot_params, -1) if header.n_slot_params else None
+            if self.stages == 0:  # step ids go on after a restart, so that old answers are told from new ones
+                self.worker.last_step_id = header.step_id - 1
+            result = self.worker.execute(ScheduledStage(header, frames[0], params))
+            self.stages += 1
+            if die_after is not None and self.stages >= die_after:
+                break
+            link.send(result)
+            link.send(WorkerHeartbeat(self.stages, 1.5, 0.25, 0.5))
+        link.close()
+        context.term()
+
+
+class FrontendProbe:
+    """A frontend that keeps all it hears."""
+
+    def __init__(self, context: zmq.Context, run_dir: Path) -> None:
+        self.link = Dealer(context, endpoint(run_dir, "scheduler"), SchedulerMessage)
+        self.heard: list[object] = []
+        self.link.send(Hello())
+
+    def until(self, done) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            assert time.monotonic() < deadline, f"heard only {self.heard[-3:]}"
+            if self.link.socket.poll(100):
+                while (received := self.link.receive()) is not None:
+                    self.heard.append(received.message)
+
+    def of(self, kind: type) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [t for event in self.events(request_id) for t in event.token_ids]
+
+    def events(self, request_id: int) -> list:
+        return [event for tokens in self.of(Tokens) for event in tokens.events if event.request_id == request_id]
+
+    def finished(self) -> dict[int, str]:
+        return {e.request_id: e.finish_reason for t in self.of(Tokens) for e in t.events if e.finish_reason}
+
+
+class Engine:
+    """A SchedulerProcess in a thread, its run directory and one frontend."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.context = zmq.Context()
+        self.process = SchedulerProcess(self.context, str(run_dir), OPTIONS)
+        self.status: list[int] = []
+        self.thread = threading.Thread(target=lambda: self.status.append(self.process.run()), daemon=True)
+        self.thread.start()
+        self.frontend = FrontendProbe(self.context, run_dir)
+
+    def stop(self) -> None:
+        self.frontend.link.send(Shutdown())
+        self.thread.join(WAIT_S)
+        self.process.close()
+        self.frontend.link.close()
+        self.context.destroy(0)
+        assert self.status == [0]
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Short, because a UNIX socket's path must fit into 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="dbs") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def engine(run_dir: Path) -> Iterator[Engine]:
+    engine = Engine(run_dir)
+    yield engine
+    engine.stop()
+
+
+def submit(request_id: int, tokens: int = 12, **params: object) -> Submit:
+    prompt = [(7 * request_id + i) % 40 for i in range(3 + request_id % 9)]
+    fields = {"max_tokens": tokens, "gate": Gate.LOOKAHEAD, "exit_threshold": 0.5, "max_loops": 4, "seed": request_id}
+    return Submit(request_id, np.asarray(prompt, np.int32).tobytes(), RequestParams(**fields | params))
+
+
+def expected(request: Submit) -> list[int]:
+    config = SchedulerConfig.resolve(OPTIONS, engine_info())
+    return plain_decode(np.frombuffer(request.prompt, np.int32).tolist(), request.params, config, False).tokens
+
+
+def test_requests_are_served_and_figures_kept(engine: Engine) -> None:
+    """Hello is answered once a worker is ready; 20 requests through two core steps in flight get the tokens of the
+    plain loop; a request that can never fit is refused with its numbers; the counters of interfaces.md are there."""
+    worker = FakeWorker(engine.run_dir)
+    frontend = engine.frontend
+    frontend.until(lambda: frontend.of(EngineReady))
+    requests = [submit(i) for i in range(20)]
+    for request in requests:
+        frontend.link.send(request)
+    frontend.link.send(submit(99, tokens=60, max_loops=5))
+    frontend.until(lambda: len(frontend.finished()) == 20 and frontend.of(Rejected))
+    for request in requests:
+        assert frontend.tokens(request.request_id) == expected(request)
+    assert frontend.of(Rejected)[0].param == "max_loops"
+    frontend.until(lambda: any(beat.worker_steps for beat in frontend.of(SchedulerHeartbeat)))
+    beat = frontend.of(SchedulerHeartbeat)[-1]
+    assert (beat.worker_pid, beat.num_running, beat.num_waiting, beat.oldest_work_age_s) == (1, 0, 0, 0.0)
+    frontend.link.send(GetStats())
+    frontend.until(lambda: frontend.of(SchedulerStats))
+    values = frontend.of(SchedulerStats)[-1].values
+    assert values["generation_tokens_total"] == 20 * 12
+    assert values['request_success_total{finished_reason="length"}'] == 20
+    assert values['admission_rejections_total{reason="max_loops"}'] == 1
+    assert values["worker_busy_seconds_total"] == 1.5 and values['worker_idle_seconds_total{cause="no_work"}'] == 0.5
+    for verb in ("receive", "complete", "schedule", "dispatch", "publish"):
+        assert values[f'scheduler_stage_seconds_total{{verb="{verb}"}}'] > 0
+    for stage in Stage:
+        assert values[f'stage_steps_total{{stage="{stage.label}"}}'] > 0
+        assert values[f'stage_seconds_total{{stage="{stage.label}"}}'] > 0
+    assert sum(values[f'stage_steps_total{{stage="{s.label}"}}'] for s in Stage) == worker.stages == beat.steps
+    assert worker.error is None
+
+
+def test_tokens_go_to_the_frontend_that_submitted(engine: Engine) -> None:
+    """Two frontends share an engine: nobody hears of the other's requests, nor can abort them."""
+    FakeWorker(engine.run_dir)
+    first, second = engine.frontend, FrontendProbe(engine.context, engine.run_dir)
+    for frontend in (first, second):
+        frontend.until(lambda f=frontend: f.of(EngineReady))
+    first.link.send(submit(1, tokens=40))
+    second.link.send(Abort(1))
+    second.link.send(submit(2, tokens=40))
+    first.until(lambda: first.finished())
+    second.until(lambda: second.finished())
+    assert first.finished() == {1: "length"} and second.finished() == {2: "length"}
+    second.link.close()
+
+
+def test_abort_ends_with_one_terminal_event(engine: Engine) -> None:
+    """Abort in mid-stream, twice and for an unknown id: one terminal event, and the engine serves on."""
+    FakeWorker(engine.run_dir)
+    frontend = engine.frontend
+    frontend.until(lambda: frontend.of(EngineReady))
+    for message in (submit(1, tokens=50), Abort(1), Abort(1), Abort(77), submit(2)):
+        frontend.link.send(message)
+    frontend.until(lambda: set(frontend.finished()) == {1, 2})
+    assert frontend.finished() == {1: "abort", 2: "length"}
+    assert [event.finish_reason for event in frontend.events(1)].count("abort") == 1
+
+
+@pytest.mark.parametrize("die_after", [1, 2, 17, 40])
+def test_a_dead_worker_loses_no_token_and_repeats_none(engine: Engine, die_after: int) -> None:
+    """The worker vanishes with stages in flight; a fresh one, which knows nothing, takes its place. Every request
+    ends with exactly the tokens of the plain loop: a lost one would leave a gap, a repeated one would shift all
+    later ones. The fresh worker checks that each sequence is prefilled again before it decodes."""
+    first = FakeWorker(engine.run_dir, pid=1, die_after=die_after)
+    frontend = engine.frontend
+    frontend.until(lambda: frontend.of(EngineReady))
+    requests = [submit(i, tokens=20) for i in range(8)]
+    for request in requests:
+        frontend.link.send(request)
+    first.thread.join(WAIT_S)
+    assert first.stages == die_after and first.error is None
+    second = FakeWorker(engine.run_dir, pid=2)
+    frontend.until(lambda: len(frontend.finished()) == 8)
+    assert second.error is None and second.stages > 0
+    for request in requests:
+        assert frontend.tokens(request.request_id) == expected(request)
+    assert len(frontend.of(EngineReady)) == 2
+
+
+def test_noise_on_both_sockets_is_counted_and_dropped(engine: Engine) -> None:
+    """Random bytes, empty messages and results of a stranger change nothing."""
+    FakeWorker(engine.run_dir)
+    frontend = engine.frontend
+    frontend.until(lambda: frontend.of(EngineReady))
+    rng = np.random.default_rng(0)
+    for name in ("scheduler", "worker"):
+        noise = engine.context.socket(zmq.DEALER)
+        noise.connect(endpoint(engine.run_dir, name))
+        for size in range(40):
+            noise.send_multipart([rng.bytes(size)])
+        if name == "worker":
+            stranger = Dealer(engine.context, endpoint(engine.run_dir, name), WorkerCommand)
+            stranger.send(StageResult(1, 0.0, 1.0, b"\0\0\0\0"))
+        noise.close(1000)
+    frontend.link.send(submit(3))
+    frontend.until(lambda: frontend.finished())
+    assert frontend.tokens(3) == expected(submit(3))
+
+    def counted() -> bool:
+        frontend.link.send(GetStats())
+        stats = frontend.of(SchedulerStats)
+        return (
+            bool(stats)
+            and stats[-1].values["decode_errors_total"] == 80
+            and stats[-1].values["stale_worker_results_total"] == 1
+        )
+
+    frontend.until(counted)
+    stranger.close()
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes(run_dir: Path) -> None:
+    """Shutdown(drain): accepted requests end with all tokens, later ones are refused, then the process ends with 0."""
+    engine = Engine(run_dir)
+    FakeWorker(run_dir)
+    frontend = engine.frontend
+    frontend.until(lambda: frontend.of(EngineReady))
+    for message in (submit(1, tokens=30), Shutdown(drain=True), submit(2)):
+        frontend.link.send(message)
+    frontend.until(lambda: frontend.finished() and frontend.of(Rejected))
+    assert frontend.tokens(1) == expected(submit(1, tokens=30)) and frontend.of(Rejected)[0].request_id == 2
+    engine.stop()
+
+
+def start_process(run_dir: Path, options: EngineConfig) -> subprocess.Popen:
+    command = [sys.executable, "-m", "depthbatch.scheduler", "--run-dir", str(run_dir), "--config", options.to_json()]
+    return subprocess.Popen([*command, "--parent-pid", str(os.getpid())], stderr=subprocess.PIPE, text=True)
+
+
+def test_process_stops_on_sigterm_and_tells_the_worker(run_dir: Path) -> None:
+    """The real command line: ready, serves, SIGTERM ends it with 0 and the worker hears of it."""
+    process = start_process(run_dir, OPTIONS)
+    context = zmq.Context()
+    worker, frontend = FakeWorker(run_dir), FrontendProbe(context, run_dir)
+    frontend.until(lambda: frontend.of(EngineReady))
+    frontend.link.send(submit(1))
+    frontend.until(lambda: frontend.finished())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 0
+    worker.thread.join(WAIT_S)
+    assert not worker.thread.is_alive() and worker.error is None
+    context.destroy(0)
+
+
+def test_bad_configuration_is_fatal_with_exit_code_2(run_dir: Path) -> None:
+    """Options that only contradict each other once the worker is known: the frontend gets one line, user_error set."""
+    process = start_process(run_dir, EngineConfig(max_num_seqs=64))
+    context = zmq.Context()
+    frontend = FrontendProbe(context, run_dir)
+    frontend.until(lambda: frontend.of(SchedulerHeartbeat))
+    FakeWorker(run_dir)  # its largest bucket is 4
+    frontend.until(lambda: frontend.of(Fatal))
+    fatal = frontend.of(Fatal)[0]
+    assert fatal.user_error and "max-num-seqs 64" in fatal.message
+    assert process.wait(WAIT_S) == 2
+    context.destroy(0)
+
+
+def test_garbage_config_is_exit_code_2(run_dir: Path) -> None:
+    """What is not an EngineConfig ends at once, with one line that says so."""
+    command = [sys.executable, "-m", "depthbatch.scheduler", "--run-dir", str(run_dir), "--config"]
+    done = subprocess.run([*command, json.dumps({"nonsense": 1})], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 2 and "nonsense" in done.stderr and "Traceback" not in done.stderr
