@@ -1,7 +1,5 @@
 """The FastAPI application: routers, error handlers and the edge, put together. Starts nothing."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from depthbatch import __version__
@@ -15,12 +13,7 @@ from fastapi import FastAPI
 def create_app(service: Service, probe: operations.Probe) -> FastAPI:
     """The application over a running engine."""
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.texts.close()
-
-    app = FastAPI(title="depthbatch", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="depthbatch", version=__version__, redoc_url=None)
     app.include_router(completions.routes(service))
     app.include_router(chat.routes(service))
     app.include_router(operations.routes(service, probe))

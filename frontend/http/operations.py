@@ -31,7 +31,7 @@ class Probe(Protocol):
     """Health by progress and the joined metrics; never asks the engine, only reads what it has pushed."""
 
     def health(self) -> HealthAnswer: ...
-    def metrics_text(self) -> bytes: ...
+    async def metrics_text(self) -> bytes: ...
 
 
 def routes(service: Service, probe: Probe) -> APIRouter:
@@ -116,7 +116,7 @@ def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
 
     @router.get("/metrics", response_class=PlainTextResponse, response_model=None)
     async def metrics() -> Response:
-        return Response(probe.metrics_text(), media_type=METRICS_TYPE)
+        return Response(await probe.metrics_text(), media_type=METRICS_TYPE)
 
     @router.get("/version", response_model=None, responses={200: {"model": VersionAnswer}})
     async def version() -> Response:

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Coroutine, Iterator
 
 import httptools
 import uvicorn
@@ -15,7 +15,7 @@ from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.errors import ApiError
 from depthbatch.frontend.http.service import Service
 from depthbatch.frontend.http.settings import HttpConfig
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 log = get_logger("http")
@@ -123,10 +123,12 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them."""
+    """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them.
 
-    def __init__(self, app: FastAPI, service: Service) -> None:
-        config = service.config
+    ``service`` is set once there is one; before that a signal ends the server at once.
+    """
+
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -140,9 +142,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(ABORT_GRACE_S),
             )
         )
-        self._service = service
+        self.service: Service | None = None
+        self.url = ""
+        self._drain_s = config.drain_s
         self._signals = 0
-        self._drain_task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -159,47 +163,49 @@ class Server(uvicorn.Server):
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
+    def leave(self) -> None:
+        """Stops listening and ends once open answers are complete."""
+        self.should_exit = True
+
     def on_signal(self) -> None:
         """First: drain. Second: abort what runs. Third: leave."""
         self._signals += 1
-        if self._signals == 1:
-            self._service.admission.drain()
-            self._drain_task = asyncio.create_task(self._drain())
+        if self.service is None:
+            self.leave()
+        elif self._signals == 1:
+            self.service.admission.drain()
+            self._start(self._drain(self.service))
         elif self._signals == 2:
-            log.warning("second signal: aborting %d sequences", self._service.admission.in_flight)
-            self._abort_task = asyncio.create_task(self._abort())
+            log.warning("second signal: aborting %d sequences", self.service.admission.in_flight)
+            self._start(self._abort(self.service))
         else:
-            self.force_exit = self.should_exit = True
+            self.force_exit = True
+            self.leave()
 
-    async def _drain(self) -> None:
-        admission = self._service.admission
-        log.info("draining %d sequences, at most %g s", admission.in_flight, self._service.config.drain_s)
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drain(self, service: Service) -> None:
+        log.info("draining %d sequences, at most %g s", service.admission.in_flight, self._drain_s)
         try:
-            async with asyncio.timeout(self._service.config.drain_s):
-                await admission.idle.wait()
+            async with asyncio.timeout(self._drain_s):
+                await service.admission.idle.wait()
         except TimeoutError:
-            log.warning("drain deadline: aborting %d sequences", admission.in_flight)
-            await self._abort()
-        self.should_exit = True
+            log.warning("drain deadline: aborting %d sequences", service.admission.in_flight)
+            await self._abort(service)
+        self.leave()
 
-    async def _abort(self) -> None:
-        await self._service.registry.abort_all()
+    async def _abort(self, service: Service) -> None:
+        await service.registry.abort_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_GRACE_S):
-                await self._service.admission.idle.wait()
-        self.should_exit = True
+                await service.admission.idle.wait()
+        self.leave()
 
 
-async def serve(server: Server, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Runs until drained; ``on_ready`` gets the address once requests are answered."""
-
-    async def announce() -> None:
-        while not server.started:
-            await asyncio.sleep(0.01)
-        on_ready(url_of(listener))
-
-    announcing = asyncio.create_task(announce())
-    try:
-        await server.serve([listener])
-    finally:
-        announcing.cancel()
+async def serve(server: Server, listener: socket.socket) -> None:
+    """Runs until drained; ``server.url`` is the address."""
+    server.url = url_of(listener)
+    await server.serve([listener])

@@ -55,9 +55,10 @@ class FakeEngine:
         self._aborts: set[str] = set()
         self._known: set[str] = set()
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> bool:
         if request_id in self._known:
             self._aborts.add(request_id)
+        return request_id in self._known
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, request_id: str

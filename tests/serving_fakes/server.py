@@ -7,7 +7,7 @@ from typing import Any
 
 from depthbatch.frontend.http.app import create_app
 from depthbatch.frontend.http.schemas import HealthAnswer, ProcessHealth
-from depthbatch.frontend.http.server import Server, bind, serve
+from depthbatch.frontend.http.server import Server, bind, serve, url_of
 from depthbatch.frontend.http.service import Service
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
@@ -29,7 +29,7 @@ class FakeProbe:
         process = ProcessHealth(pid=1, state="running", steps=0, last_step_age_s=0.0, restarts=0)
         return HealthAnswer(status=self.status, processes=dict.fromkeys(("frontend", "scheduler", "worker"), process))
 
-    def metrics_text(self) -> bytes:
+    async def metrics_text(self) -> bytes:
         return generate_latest(self._service.metrics.registry)
 
 
@@ -55,13 +55,12 @@ class LiveServer:
         texts = Texts(self._tokenizer, self._config.template_names)
         self.service = Service(self.engine, texts, self._config, "fake")
         self.probe = FakeProbe(self.service)
-        self.server = Server(create_app(self.service, self.probe), self.service)
+        self.server = Server(create_app(self.service, self.probe), self._config)
+        self.server.service = self.service
         listener = bind(self._config)
-        await serve(self.server, listener, self._on_ready)
-
-    def _on_ready(self, url: str) -> None:
-        self.url = url
-        self._ready.set()
+        self.url = url_of(listener)
+        self._ready.set()  # from here on connections wait in the backlog
+        await serve(self.server, listener)
 
     def __enter__(self) -> "LiveServer":
         self._thread.start()
