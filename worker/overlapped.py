@@ -19,10 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, Stage
+from depthbatch.common.gates import Gate
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.accelerator import Accelerator, Lane, Mark, Work
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageError, StageLimits, check_stage
+from depthbatch.worker.models.interface import ModelSpec
 from depthbatch.worker.prefill_input import PrefillInput, sampled_sequences
 from depthbatch.worker.runner import Runner
 from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
@@ -36,18 +38,21 @@ class Form(NamedTuple):
     """Which captured variant of a stage a batch needs."""
 
     stage: Stage
-    gates: bool = False  # core
+    gates: bool = False  # core, and prelude with a pre-loop head
     sampler: Sampler = Sampler(False, False)  # coda
 
 
-FORMS = (
-    Form(Stage.PRELUDE),
-    Form(Stage.CORE),
-    Form(Stage.CORE, gates=True),
-    Form(Stage.CODA),
-    Form(Stage.CODA, sampler=Sampler(True, False)),
-    Form(Stage.CODA, sampler=Sampler(True, True)),
-)
+def forms_of(spec: ModelSpec) -> tuple[Form, ...]:
+    """The variants a model's batches may need."""
+    return (
+        Form(Stage.PRELUDE),
+        *((Form(Stage.PRELUDE, gates=True),) if Gate.PRELOOP in spec.gates else ()),
+        Form(Stage.CORE),
+        Form(Stage.CORE, gates=True),
+        Form(Stage.CODA),
+        Form(Stage.CODA, sampler=Sampler(True, False)),
+        Form(Stage.CODA, sampler=Sampler(True, True)),
+    )
 
 
 @dataclass
@@ -129,12 +134,12 @@ class OverlappedRunner(Runner):
                     partial(self._run_form, form, self._buffers[form.stage, bucket])
                 )
                 for bucket in sorted(self.limits.buckets, reverse=True)
-                for form in FORMS
+                for form in forms_of(self.stages.model.spec)
             }
 
     def _run_form(self, form: Form, buffers: DecodeBuffers) -> None:
         if form.stage is Stage.PRELUDE:
-            self.stages.prelude(buffers)
+            self.stages.prelude(buffers, form.gates)
         elif form.stage is Stage.CORE:
             self.stages.core(buffers, form.gates)
         else:
@@ -178,11 +183,9 @@ class OverlappedRunner(Runner):
         return 0
 
     def _form(self, stage: Stage, header: StageBatch, frame: Int32Array) -> Form:
-        if stage is Stage.CORE:
-            return Form(stage, gates=bool(header.variant & Variant.GATES))
         if stage is Stage.CODA:
             return Form(stage, sampler=self._sampler(header, frame.reshape(-1)[: header.rows]))
-        return Form(stage)
+        return Form(stage, gates=bool(header.variant & Variant.GATES))
 
     def _prefill(
         self, entry: RingEntry, header: StageBatch, frame: Int32Array, n_sampled: int, sampler: Sampler

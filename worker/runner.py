@@ -75,14 +75,12 @@ class Runner:
             return StageOutput(tokens.cpu().numpy(), NO_FLAGS)
         buffers = self._buffers[stage, header.bucket]
         buffers.fill(frame)
-        if stage is Stage.PRELUDE:
-            self.stages.prelude(buffers)
-        elif stage is Stage.CORE:
-            gates = bool(header.variant & Variant.GATES)
-            self.stages.core(buffers, gates)
-            if gates:
-                return StageOutput(NO_TOKENS, buffers.flags[:rows].cpu().numpy().copy())
-        else:
+        if stage is Stage.CODA:
             self.stages.coda(buffers, self._sampler(header, frame.reshape(-1)[:rows]))
             return StageOutput(buffers.tokens[:rows].cpu().numpy().copy(), NO_FLAGS)
+        gates = bool(header.variant & Variant.GATES)
+        run = self.stages.prelude if stage is Stage.PRELUDE else self.stages.core
+        run(buffers, gates)
+        if gates:
+            return StageOutput(NO_TOKENS, buffers.flags[:rows].cpu().numpy().copy())
         return StageOutput(NO_TOKENS, NO_FLAGS)

@@ -78,8 +78,11 @@ class Stages:
         self.r_max = model.spec.r_max
         self._fills = needs_fill(layout, self.r_max)
 
-    def prelude(self, buffers: DecodeBuffers) -> None:
-        """Starts a token in every row: new block into the table, gate state reset, work item from ``token[slot]``."""
+    def prelude(self, buffers: DecodeBuffers, gates: bool = False) -> None:
+        """Starts a token in every row: new block into the table, gate state reset, work item from ``token[slot]``.
+
+        With ``gates``, which needs a model with a pre-loop head, the flags are the depths it predicts.
+        """
         slots, positions = buffers.slots.long(), buffers.positions
         columns = torch.div(positions, self.backend.geometry.block_size, rounding_mode="floor").long()
         self.slots.put_blocks(slots, columns, buffers.aux)
@@ -89,6 +92,8 @@ class Stages:
         token_ids = self.slots.token.index_select(0, slots)
         item = self.model.prelude(token_ids, positions, params.state_seed, self.attention(buffers))
         self.slots.scatter_item(slots, item)
+        if gates:
+            buffers.flags.copy_(self.model.preloop_depth(item, params.exit_threshold))
 
     def core(self, buffers: DecodeBuffers, gates: bool) -> None:
         """One loop of every row, at the loop the row says; with ``gates`` also the flags."""

@@ -1,0 +1,67 @@
+"""Gates that are trained apart from the model: the engine's exits and tokens equal the batch-1 reference's.
+
+The heads have made-up weights, large enough that every threshold here gives several depths (asserted), and the same
+files are read by the engine's loader and by the reference.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import OURO_TINY, tiny_config, write_checkpoint, write_lookahead_gate, write_preloop_gate
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.gates import Gate
+from depthbatch.common.messages import RequestParams
+from engine.lockstep import LockstepEngine
+from reference import ouro
+
+OUTPUTS = 10
+
+
+@pytest.fixture(scope="module")
+def gated_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An Ouro with both gate files beside it."""
+    path = tmp_path_factory.mktemp("gated")
+    config = tiny_config(OURO_TINY)
+    write_checkpoint(path, config)
+    write_lookahead_gate(path, config["hidden_size"])
+    write_preloop_gate(path, config["hidden_size"], config["total_ut_steps"])
+    return path
+
+
+@pytest.mark.parametrize("policy", ["refill", "no-refill"])
+def test_exits_of_trained_gates(gated_model: Path, policy: str) -> None:
+    """Both gates side by side in one batch, several thresholds and limits."""
+    values = {"model": str(gated_model), "policy": policy, "max_num_seqs": 4, "min_free_slots": 1, "kv_blocks": 120}
+    engine = LockstepEngine(EngineConfig.from_values(values))
+    generator = np.random.default_rng(0)
+    requests = []
+    for index in range(8):
+        prompt = generator.integers(0, 300, 3 + 5 * index).tolist()
+        params = RequestParams(
+            max_tokens=OUTPUTS,
+            gate=Gate.LOOKAHEAD if index % 2 else Gate.PRELOOP,
+            exit_threshold=(0.3, 0.5, 0.7, 1.0)[index // 2],
+            min_loops=2 + index // 2 % 2,
+            max_loops=4,
+        )
+        requests.append((prompt, params))
+    answers = engine.run(requests)
+    for (prompt, params), answer in zip(requests, answers, strict=True):
+        alone = ouro.generate(
+            gated_model,
+            prompt,
+            OUTPUTS,
+            "last_exited",
+            gate=params.gate.label,
+            threshold=params.exit_threshold,
+            min_loops=params.min_loops,
+            max_loops=params.max_loops,
+        )
+        assert answer.depths == alone.depths, params
+        assert answer.tokens == alone.tokens, params
+    for gate in (Gate.LOOKAHEAD, Gate.PRELOOP):
+        seen = {
+            d for (_, params), a in zip(requests, answers, strict=True) if params.gate is gate for d in a.depths[1:]
+        }
+        assert len(seen) >= 2, gate
