@@ -1,0 +1,74 @@
+"""The CUDA path without a GPU: every stage, model and layout on fake ``cuda`` tensors.
+
+On fake tensors an operator that mixes devices raises, and so does every read of a value (``.item()``, a shape made of
+data). Nothing is computed, so this says nothing about numbers; those are compared on the CPU.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.attention.interface import CacheGeometry
+from depthbatch.worker.attention.sdpa import SdpaAttention
+from depthbatch.worker.buffers import DecodeBuffers
+from depthbatch.worker.loader import load_model
+from depthbatch.worker.prefill_input import PrefillInput
+from depthbatch.worker.slots import SlotState
+from depthbatch.worker.stages import Sampler, Stages
+from engine.oracle import HUGINN, OURO
+from fake_cuda import fake_cuda
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+CUDA = torch.device("cuda")
+BUCKET = 8
+MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
+
+
+def fake_stages(model_dir: Path, layout: KVLayout) -> Stages:
+    """Everything the worker keeps on the device, as fake tensors; called inside the fake mode."""
+    model = load_model(str(model_dir), dtype="bfloat16", device=CUDA, load_format="dummy", state_init="seeded")
+    spec = model.spec
+    geometry = CacheGeometry(
+        num_blocks=20,
+        block_size=16,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        planes=spec.planes_per_layer(layout),
+        dtype=spec.dtype,
+        device=CUDA,
+    )
+    return Stages(model, SdpaAttention(geometry), SlotState(8, 4, spec, CUDA), layout)
+
+
+@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize("model_dir", MODELS)
+def test_every_stage_runs_on_fake_cuda_tensors(model_dir: Path, layout: KVLayout) -> None:
+    """All four stages with all variants; outputs stay on the device, with the static buffers' shapes."""
+    frame = np.array([1, 2, 0, 16, 3, 2, 1, 0, *range(5), 1, 0, 3, 2, 1, 4], np.int32)
+    with fake_cuda(), torch.no_grad():
+        stages = fake_stages(model_dir, layout)
+        on_device = torch.empty(frame.size, dtype=torch.int32, device=CUDA)
+        sampled = torch.empty(1, dtype=torch.int32, device=CUDA)
+        chunks = PrefillInput.from_frame(frame, on_device, sampled, n_tokens=5, n_updates=2)
+        tokens = stages.prefill(chunks, Sampler(sample=True, filtered=True))
+        assert tokens.device.type == "cuda" and tokens.shape == (1,)
+        buffers = DecodeBuffers(BUCKET, CUDA)
+        stages.prelude(buffers)
+        stages.core(buffers, gates=True)
+        for sampler in (Sampler(False, False), Sampler(True, False), Sampler(True, True)):
+            stages.coda(buffers, sampler)
+        assert all(tensor.device.type == "cuda" for tensor in buffers.tensors())
+        assert all(tensor.device.type == "cuda" for tensor in stages.slots.tensors())
+
+
+def test_the_method_sees_mistakes() -> None:
+    """A host read and a mix of devices do raise, so the passes above mean something."""
+    with fake_cuda():
+        on_device = torch.zeros(3, device=CUDA)
+        with pytest.raises(DataDependentOutputException):
+            on_device.sum().item()
+        with pytest.raises(RuntimeError, match="device"):
+            on_device + torch.zeros(3)
