@@ -44,7 +44,7 @@ def add_train_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(STEPS), default="demo", help="which demo model to train")
     parser.add_argument("--output", type=Path, required=True, help="model directory to write")
     parser.add_argument("--steps", type=_positive, help="optimiser steps (default 5000)")
-    parser.add_argument("--batch-size", type=_positive, default=64, help="examples a step")
+    parser.add_argument("--batch-size", type=_positive, default=80, help="examples a step")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and loop counts")
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads")
     parser.add_argument("--checkpoint", type=Path, help="state to resume from (default OUTPUT/training.pt)")

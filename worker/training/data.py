@@ -28,7 +28,10 @@ from typing import NamedTuple
 CHAINS = 3
 CHAIN_LENGTH = 3
 HELDOUT_SHARE = 16
-CLASSES = ("copy", "count", "add", "hop1", "hop2", "hop3")
+HELDOUT_FORM_SHARE = 0.4
+# Sums are short and slow to learn, so they are drawn most.
+TRAINING_WEIGHTS = {"copy": 2, "count": 2, "add": 7, "hop1": 3, "hop2": 3, "hop3": 3}
+CLASSES = tuple(TRAINING_WEIGHTS)
 
 
 class Example(NamedTuple):
@@ -67,40 +70,44 @@ class _Pointers(NamedTuple):
     digits: list[str]
 
 
-def _pointers(rng: random.Random) -> _Pointers:
-    """A random interleaving of `CHAINS` pointer chains, each in dependency order."""
-    names = rng.sample(string.ascii_lowercase, CHAINS * CHAIN_LENGTH)
-    digits = rng.sample(string.digits, CHAINS)
-    chains = [names[i * CHAIN_LENGTH : (i + 1) * CHAIN_LENGTH] for i in range(CHAINS)]
-    order = [chain for chain in range(CHAINS) for _ in range(CHAIN_LENGTH)]
+def _pointers(rng: random.Random, chains: int, length: int) -> _Pointers:
+    """A random interleaving of pointer chains, each in dependency order."""
+    names = rng.sample(string.ascii_lowercase, chains * length)
+    digits = rng.sample(string.digits, chains)
+    members = [names[i * length : (i + 1) * length] for i in range(chains)]
+    order = [chain for chain in range(chains) for _ in range(length)]
     rng.shuffle(order)
-    placed = [0] * CHAINS
+    placed = [0] * chains
     pairs = []
     for chain in order:
         position = placed[chain]
-        target = chains[chain][position + 1] if position + 1 < CHAIN_LENGTH else digits[chain]
-        pairs.append(chains[chain][position] + target)
+        target = members[chain][position + 1] if position + 1 < length else digits[chain]
+        pairs.append(members[chain][position] + target)
         placed[chain] += 1
-    return _Pointers(" ".join(pairs), chains, digits)
+    return _Pointers(" ".join(pairs), members, digits)
 
 
 def _ask(pointers: _Pointers, asked: list[tuple[int, int]]) -> tuple[str, str]:
     """Prompt and answer for the names at (chain, look-ups from the digit)."""
-    names = [pointers.chains[chain][CHAIN_LENGTH - lookups] for chain, lookups in asked]
+    names = [pointers.chains[chain][-lookups] for chain, lookups in asked]
     answer = " ".join(name + pointers.digits[chain] for name, (chain, _) in zip(names, asked, strict=True))
     return f"{pointers.text} ?{''.join(names)}=", answer
 
 
 def _hop(rng: random.Random, lookups: int) -> tuple[str, str]:
-    pointers = _pointers(rng)
+    pointers = _pointers(rng, CHAINS, CHAIN_LENGTH)
     return _ask(pointers, [(chain, lookups) for chain in rng.sample(range(CHAINS), 2)])
 
 
 def _hop_mixed(rng: random.Random) -> tuple[str, str]:
-    """Six names of any depth: three times the values of a held-out hop prompt for a third more tokens."""
-    pointers = _pointers(rng)
-    every = [(chain, lookups) for chain in range(CHAINS) for lookups in range(1, CHAIN_LENGTH + 1)]
-    return _ask(pointers, rng.sample(every, 6))
+    """Two to four chains of one to three names, up to six of them asked for, of any depth.
+
+    More supervised values a token than a held-out prompt, and short chains to learn a look-up on first.
+    """
+    chains, length = rng.choice((2, 3, 4)), rng.randint(1, CHAIN_LENGTH)
+    pointers = _pointers(rng, chains, length)
+    every = [(chain, lookups) for chain in range(chains) for lookups in range(1, length + 1)]
+    return _ask(pointers, rng.sample(every, min(6, len(every))))
 
 
 def draw(rng: random.Random, difficulty: str, heldout_split: bool = False) -> Example:
@@ -132,12 +139,12 @@ def heldout(seed: int, n: int) -> list[Example]:
 
 
 def draw_training(rng: random.Random) -> Example:
-    """One training example, classes uniform, never a held-out prompt.
+    """One training example, classes by `TRAINING_WEIGHTS`, never a held-out prompt.
 
-    Half of the hop examples ask for six names of mixed depth; their class is `hop-mixed`.
+    Most hop examples are smaller or denser than the held-out ones; their class is `hop-mixed`.
     """
-    difficulty = rng.choice(CLASSES)
-    if not difficulty.startswith("hop") or rng.random() < 0.5:
+    difficulty = rng.choices(CLASSES, weights=list(TRAINING_WEIGHTS.values()))[0]
+    if not difficulty.startswith("hop") or rng.random() < HELDOUT_FORM_SHARE:
         return draw(rng, difficulty)
     while True:
         prompt, answer = _hop_mixed(rng)
