@@ -48,6 +48,7 @@ class AutoPolicy:
         self.theta = 0.0  # row-places, the price of serving one token
         self.min_free_slots = min_free_slots  # S in force
         self._core_steps = 0
+        self._last_end_s: float | None = None  # of the latest stage, on the worker's clock
 
     def choose(self, view: QueueView) -> Move | None:
         """The next move; None when nothing can run."""
@@ -64,9 +65,12 @@ class AutoPolicy:
         self._think(view)
         return Move.CORE
 
-    def observe(self, step: InFlightStep, seconds: float) -> None:
-        """A stage has retired after ``seconds`` on the device."""
-        self.costs.add(step.stage, step.slots.size, step.tokens, seconds)
+    def observe(self, step: InFlightStep, start_s: float, end_s: float) -> None:
+        """A stage has retired. A stage costs what the worker waited for it, too, while there was work: that is how the
+        price of a message per stage gets into the decision where stages are not queued ahead."""
+        waited_since_s = start_s if step.after_no_work or self._last_end_s is None else self._last_end_s
+        self._last_end_s = end_s
+        self.costs.add(step.stage, step.slots.size, step.tokens, end_s - waited_since_s)
         self._flow.add(step)
         if step.stage is Stage.CODA:
             self.forecast.add(step.slots, step.depths)

@@ -94,7 +94,7 @@ class Scheduler:
             return self.drain_events()
         self.counters.retired(step.stage, result)
         if self.policy.learns:
-            self.policy.observe(step, result.end_s - result.start_s)
+            self.policy.observe(step, result.start_s, result.end_s)
         if step.decides:
             self._apply_flags(step, result.flags)
         if step.requests:
@@ -265,6 +265,7 @@ class Scheduler:
             self.rows.start_decode(request.slot, request.computed)
             if request.dispatched >= request.limit:
                 self._drain(request.slot)
+        step.after_no_work = self._nothing_ran
         self._in_flight.push(step)
         self.counters.dispatched(Stage.PREFILL, len(chunks), 0)
         return ScheduledStage(header, frame, params)
@@ -272,6 +273,7 @@ class Scheduler:
     def _send(self, step: InFlightStep, frame: Int32Array, variant: int) -> ScheduledStage:
         """Books a decode stage."""
         rows, bucket = step.slots.size, frame.shape[1]
+        step.after_no_work = self._nothing_ran
         self._in_flight.push(step)
         self.counters.dispatched(step.stage, rows, bucket)
         header = StageBatch(step.step_id, step.stage, bucket, rows, variant=variant, after_no_work=self._nothing_ran)

@@ -21,6 +21,7 @@ class InFlightStep:
     blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
     loops: Int32Array | None = None  # core with gates: loop of each row
     epochs: SlotArray | None = None  # steps that decide: epoch of each row
+    after_no_work: bool = False  # the worker stood still before it because nothing was runnable
     tokens: int = 0  # prompt tokens of a prefill; context tokens of a core step under a policy that learns
     requests: tuple[Request, ...] = ()  # one a sampled token
     depths: tuple[int, ...] = ()  # exit depth of each sampled token

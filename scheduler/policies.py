@@ -75,8 +75,8 @@ class Policy(Protocol):
 
     def choose(self, view: QueueView) -> Move | None: ...
 
-    def observe(self, step: InFlightStep, seconds: float) -> None:
-        """A stage has retired; it took ``seconds`` on the worker's clock."""
+    def observe(self, step: InFlightStep, start_s: float, end_s: float) -> None:
+        """A stage has retired; times on the worker's clock, stages in order."""
         ...
 
 
@@ -86,7 +86,7 @@ class _FixedPolicy:
     full_depth = False
     learns = False
 
-    def observe(self, step: InFlightStep, seconds: float) -> None:
+    def observe(self, step: InFlightStep, start_s: float, end_s: float) -> None:
         """Never called: learns is False."""
 
 

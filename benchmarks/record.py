@@ -1,0 +1,143 @@
+"""One benchmark result under the keys of interfaces.md, from the scheduler's counters, and its comparison with ``cb``.
+
+Bounds (paper, equations 1 and 2): S_dec = (F0 + r_max Fr) / (F0 + d Fr) with d the mean depth of decode tokens;
+S_e2e = 1 / (a + (1 - a) / S_dec) with a the share of the baseline's time that goes into prefill.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from depthbatch.common.frames import Stage
+from depthbatch.common.profile import StageFlops
+
+Stats = Mapping[str, float]
+STAGES = tuple(stage.label for stage in Stage)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was measured."""
+
+    policy: str
+    w: int
+    k: int | None  # of refill; None where it plays no part
+    r_max: int
+
+
+@dataclass
+class Record:
+    """One measured policy. Fields are the JSON keys of interfaces.md."""
+
+    policy: str
+    w: int
+    k: int | None
+    tokens_per_s: float
+    prefill_share: float  # of the run's time
+    idle_share: float  # time in which work existed and the device waited for the scheduler
+    mean_depth: float  # of decode tokens
+    s_dec: float
+    mean_batch: dict[str, float]
+    stage_steps: dict[str, int]
+    scheduler_us_per_stage: dict[str, float]
+    requests_finished: int
+    preemptions: int
+    duration_s: float
+    cb_tokens_per_s: float | None = None
+    relative_to_cb: float | None = None
+    s_e2e: float | None = None
+    realized: float | None = None
+
+    def compare_with(self, baseline: "Record") -> None:
+        """Fills in what is relative to ``cb``, measured in the same run."""
+        a = baseline.prefill_share
+        self.cb_tokens_per_s = baseline.tokens_per_s
+        self.relative_to_cb = self.tokens_per_s / baseline.tokens_per_s
+        self.s_e2e = 1.0 / (a + (1.0 - a) / self.s_dec)
+        self.realized = self.relative_to_cb / self.s_e2e
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decode_speedup(flops: StageFlops, r_max: int, mean_depth: float) -> float:
+    """S_dec."""
+    return (flops.boundary + r_max * flops.core) / (flops.boundary + mean_depth * flops.core)
+
+
+def make_record(setting: Setting, before: Stats, after: Stats, duration_s: float, flops: StageFlops) -> Record:
+    """The record of what happened between two readings of the scheduler's counters, ``duration_s`` apart."""
+
+    def gained(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    steps = {stage: gained(f'stage_steps_total{{stage="{stage}"}}') for stage in STAGES}
+    rows = {stage: gained(f'stage_batch_size_sum{{stage="{stage}"}}') for stage in STAGES}
+    # every sampled token is in the histogram; those of coda are the decode tokens, the others were prefilled at r_max
+    tokens, decoded = gained("exit_depth_count"), rows["coda"]
+    depth_sum = gained("exit_depth_sum") - (tokens - decoded) * setting.r_max
+    depth = depth_sum / decoded if decoded else float(setting.r_max)
+    return Record(
+        policy=setting.policy,
+        w=setting.w,
+        k=setting.k,
+        tokens_per_s=gained("generation_tokens_total") / duration_s,
+        prefill_share=gained('stage_seconds_total{stage="prefill"}') / duration_s,
+        idle_share=gained('worker_idle_seconds_total{cause="scheduler"}') / duration_s,
+        mean_depth=depth,
+        s_dec=decode_speedup(flops, setting.r_max, depth),
+        mean_batch={stage: rows[stage] / steps[stage] if steps[stage] else 0.0 for stage in STAGES},
+        stage_steps={stage: int(count) for stage, count in steps.items()},
+        scheduler_us_per_stage=_scheduler_us(before, after),
+        requests_finished=int(
+            sum(gained(f'request_success_total{{finished_reason="{r}"}}') for r in ("stop", "length"))
+        ),
+        preemptions=int(gained("num_preemptions_total")),
+        duration_s=duration_s,
+    )
+
+
+def _scheduler_us(before: Stats, after: Stats) -> dict[str, float]:
+    """p50 and p99 as the scheduler reports them, of its latest stages."""
+    return {f"p{q}": after.get(f'scheduler_us_per_stage{{quantile="0.{q}"}}', 0.0) for q in (50, 99)}
+
+
+def write_json(value: Any, output: str | None) -> None:
+    """JSON to a file, or to stdout."""
+    text = json.dumps(value, indent=2)
+    if output is None:
+        print(text)
+    else:
+        Path(output).write_text(text + "\n")
+
+
+def print_table(records: Sequence[Record]) -> None:
+    """A table for people, on stderr."""
+    head = ("policy", "w", "k", "tokens/s", "x cb", "S_e2e", "realized", "prefill", "idle", "depth", "core", "coda")
+    lines = [head, *(_row(record) for record in records)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), file=sys.stderr)
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return (
+        record.policy,
+        str(record.w),
+        number(record.k, "d"),
+        number(record.tokens_per_s, ".1f"),
+        number(record.relative_to_cb, ".3f"),
+        number(record.s_e2e, ".3f"),
+        number(record.realized, ".1%"),
+        number(record.prefill_share, ".1%"),
+        number(record.idle_share, ".1%"),
+        number(record.mean_depth, ".2f"),
+        number(record.mean_batch["core"], ".1f"),
+        number(record.mean_batch["coda"], ".1f"),
+    )

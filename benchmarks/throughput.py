@@ -1,0 +1,140 @@
+"""``depthbatch bench throughput``: tokens per second of the policies, through the real processes.
+
+All requests of a workload are submitted at once; each policy gets an engine of its own, ``cb`` first, all in one run.
+Depths are replayed, so that every policy does the same work; prompts are made-up token ids.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+from depthbatch.benchmarks.flops import stage_flops
+from depthbatch.benchmarks.record import Record, Setting, make_record, print_table, write_json
+from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
+from depthbatch.benchmarks.workload import Workload
+from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.messages import EngineInfo
+from depthbatch.common.profile import StageFlops
+from tqdm import tqdm
+
+BASELINE = "cb"
+_SET_HERE = {"model", "policy", "max_num_seqs", "min_coda_batch", "min_free_slots", "max_num_batched_tokens"}
+_WARM_UP_REQUESTS = 4
+
+
+class PolicyChoice(NamedTuple):
+    """A policy, and K where one was given with it."""
+
+    policy: str
+    k: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> "PolicyChoice":
+        """``refill``, or ``refill:16`` for K = 16. Raises ConfigError."""
+        name, _, k = text.partition(":")
+        if name not in POLICIES:
+            raise ConfigError(f"policy {name!r} is not one of {', '.join(POLICIES)}")
+        if not k:
+            return cls(name, None)
+        if name != "refill" or not k.isdecimal() or int(k) < 1:
+            raise ConfigError(f"policy {text!r}: only refill takes a K, a whole number of at least 1")
+        return cls(name, int(k))
+
+
+def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, workload, policies and the engine's options."""
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
+    add_workload_arguments(parser)
+    add_scheduling_arguments(parser)
+    parser.add_argument(
+        "--policy",
+        action="append",
+        dest="policies",  # config_from_sources would read "policy"
+        help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill and refill)",
+    )
+    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    add_config_arguments(parser, [name for name in FIELD_NAMES if name not in _SET_HERE])
+
+
+def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
+    """W, M, S, K by their symbols."""
+    parser.add_argument("--w", type=int, default=64, help="W: most active sequences")
+    parser.add_argument("--m", type=int, default=8192, help="M: most prompt tokens in one prefill batch")
+    parser.add_argument("--k", type=int, default=None, help="K: minimum coda batch of refill (default: the model's)")
+    parser.add_argument(
+        "--s", type=int, default=None, help="S: free slots a prefill waits for (default max(1, W // 8))"
+    )
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    """Measures every policy and writes one record, or a list of them when several were asked for."""
+    base = config_from_sources(args, model=args.model)
+    base = replace(base, max_num_seqs=args.w, max_num_batched_tokens=args.m, min_free_slots=args.s)
+    choices = [PolicyChoice.parse(text) for text in args.policies or ("no-refill", "refill")]
+    flops = stage_flops(base)
+    workload: Workload | None = None
+    records: list[Record] = []
+    for choice in [PolicyChoice(BASELINE, None), *(c for c in choices if c.policy != BASELINE)]:
+        k = args.k if choice.k is None else choice.k
+        config = replace(base, policy=choice.policy, min_coda_batch=k if choice.policy == "refill" else None)
+        if workload is None:
+            workload = workload_from_arguments(args, _r_max(config), base.seed)
+        records.append(measure(config, workload, flops))
+        records[-1].compare_with(records[0])
+        print_table(records[-1:])
+    print_table(records)
+    only_one = len(choices) == 1
+    write_json(records[-1].as_json() if only_one else [record.as_json() for record in records], args.output)
+    return 0
+
+
+def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Record:
+    """Runs a workload through an engine of its own. Raises ConfigError, ModelError, RequestError, EngineDeadError."""
+    from depthbatch.frontend.llm import LLM
+    from depthbatch.frontend.params import SamplingParams
+
+    if config.max_model_len is None:
+        config = replace(config, max_model_len=workload.longest)
+    options = {name: getattr(config, name) for name in FIELD_NAMES if name != "model"}
+    with LLM(config.model, quiet=True, **options) as llm:
+        prompts = [r.prompt(index, llm.info.vocab_size).tolist() for index, r in enumerate(workload.requests)]
+        params = [
+            SamplingParams(
+                max_tokens=request.output_tokens,
+                min_tokens=request.output_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                gate="none" if request.exit_depths is None else "replay",
+                exit_depths=request.exit_depths,
+            )
+            for request in workload.requests
+        ]
+        llm.generate(prompts[:_WARM_UP_REQUESTS], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+        before, start_s = llm.stats(), time.perf_counter()
+        with tqdm(total=len(prompts), desc=config.policy, unit="req", file=sys.stderr, mininterval=1.0) as bar:
+            llm.generate(prompts, params, lambda finished, total: bar.update(finished - bar.n) and None)
+        duration_s = time.perf_counter() - start_s
+        after, info = llm.stats(), llm.info
+    setting = Setting(config.policy, config.max_num_seqs, effective_k(config, info), info.r_max)
+    return make_record(setting, before, after, duration_s, flops)
+
+
+def effective_k(config: EngineConfig, info: EngineInfo) -> int | None:
+    """The K that is in force, None where it plays no part."""
+    from depthbatch.scheduler.config import SchedulerConfig
+
+    return SchedulerConfig.resolve(config, info).min_coda_batch if config.policy == "refill" else None
+
+
+def _r_max(config: EngineConfig) -> int:
+    """Loops of a full-depth token, before an engine runs."""
+    if config.device.startswith("simulated:"):
+        from depthbatch.worker.simulated import find_profile
+
+        return config.max_loops or find_profile(config.device.removeprefix("simulated:")).r_max
+    from depthbatch.worker.loader import read_spec
+
+    return read_spec(config.model, config.dtype, config.load_format, config.max_loops).r_max
