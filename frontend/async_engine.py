@@ -16,6 +16,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, EngineDeadError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.llm import Prompt, describe, encode_prompt, load_model_tokenizer
@@ -80,6 +81,7 @@ class AsyncEngine:
 
     async def __aenter__(self) -> Self:
         try:
+            await self._in_encoder(resolve_model_dir, self.config.model)  # a wrong name costs nothing
             self._client.launch()
             self._ticker = asyncio.create_task(self._tick())
             self._pump()

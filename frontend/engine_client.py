@@ -7,6 +7,7 @@ scheduler rebuilds its sequences); a dead scheduler is started again with a fres
 resubmitted with its tokens. Draws depend on (seed, position) alone, so the continuation is the same.
 """
 
+import dataclasses
 import heapq
 import math
 import time
@@ -243,6 +244,8 @@ class EngineClient:
 
     def _on_ready(self, info: EngineInfo) -> None:
         self.info = info
+        # A worker that is started again must have the KV memory that the scheduler counts with.
+        self._launcher.config = dataclasses.replace(self.config, kv_blocks=info.num_blocks - 1)
         self._defaults = RequestDefaults(info, self.config.seed)
         self._last_words = None
         self._monitor.start()

@@ -18,6 +18,7 @@ from depthbatch.common.config import EngineConfig
 
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _TAIL_BYTES = 8192
+_CHATTER = re.compile(r"^\d{4}-\S+ \S+ (DEBUG|INFO) ")
 _LOG_PREFIX = re.compile(r"^\d{4}-\S+ \S+ [A-Z]+ \w+: ")  # of common.logging
 
 
@@ -64,15 +65,15 @@ class Child:
         return f"{self.name} died ({how})" + (f": {said}" if said else "")
 
     def last_line(self) -> str:
-        """The last line of its log that says something."""
+        """The last line of its log that is more than chatter, without the log's prefix."""
         try:
             with self.log_path.open("rb") as file:
                 file.seek(max(0, self.log_path.stat().st_size - _TAIL_BYTES))
                 lines = file.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return ""
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return _LOG_PREFIX.sub("", said)
+        complaints = (line.strip() for line in reversed(lines) if line.strip() and not _CHATTER.match(line))
+        return _LOG_PREFIX.sub("", next(complaints, ""))
 
     def signal(self, number: int) -> None:
         """Sends a signal to the whole group; a dead one is left in peace."""
@@ -99,7 +100,7 @@ class Launcher:
     """The children of one engine, by name."""
 
     def __init__(self, config: EngineConfig, run_dir: Path) -> None:
-        self._config = config.to_json()
+        self.config = config  # may be narrowed for later starts
         self._run_dir = run_dir
         self.children: dict[str, Child] = {}
         self.starts: dict[str, int] = {}
@@ -124,7 +125,14 @@ class Launcher:
     def _spawn(self, name: str) -> Child:
         log_path = self._run_dir / f"{name}.log"
         command = self.program(name)
-        command += ["--run-dir", str(self._run_dir), "--config", self._config, "--parent-pid", str(os.getpid())]
+        command += [
+            "--run-dir",
+            str(self._run_dir),
+            "--config",
+            self.config.to_json(),
+            "--parent-pid",
+            str(os.getpid()),
+        ]
         with log_path.open("ab") as log_file:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, process_group=0

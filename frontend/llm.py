@@ -67,6 +67,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", *, quiet: bool = False, **options: Any) -> None:
         config = EngineConfig.from_values({"model": model, **options})
+        resolve_model_dir(model)  # a wrong name costs nothing
         self._client = EngineClient(config)
         try:
             self._client.launch()

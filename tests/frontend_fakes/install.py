@@ -3,13 +3,12 @@
 import sys
 from pathlib import Path
 
-import depthbatch.frontend.llm as llm_module
 import pytest
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.launch import Launcher
-from depthbatch.frontend.tokenizer import Tokenizer
+from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
 
 FAKE = Path(__file__).parent / "fake_engine.py"
-_load = llm_module.load_model_tokenizer
 
 
 def use_fake_engine(patch: pytest.MonkeyPatch) -> None:
@@ -17,7 +16,8 @@ def use_fake_engine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Launcher, "program", staticmethod(lambda name: [sys.executable, str(FAKE), name]))
     for module in ("llm", "async_engine"):
         patch.setattr(f"depthbatch.frontend.{module}.load_model_tokenizer", _load_demo)
+        patch.setattr(f"depthbatch.frontend.{module}.resolve_model_dir", lambda model: None)
 
 
 def _load_demo(model: str) -> Tokenizer | None:
-    return _load("demo")
+    return load_tokenizer(resolve_model_dir("demo"))
