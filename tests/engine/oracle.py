@@ -33,7 +33,9 @@ class Agreement(NamedTuple):
     total: int
 
 
-def compare(model: Path, prompt: list[int], params: RequestParams, layout: str, answer: Answer) -> Agreement:
+def compare(
+    model: Path, prompt: list[int], params: RequestParams, layout: str, answer: Answer, state_seed: int | None = None
+) -> Agreement:
     """Asserts that tokens and exit depths are the reference's, given how the request was prefilled.
 
     A request that was preempted is a chain: each prefill runs prompt and output so far at full depth, and decoding goes
@@ -47,7 +49,7 @@ def compare(model: Path, prompt: list[int], params: RequestParams, layout: str, 
     for prefill, end in zip(answer.prefills, ends, strict=True):
         start = prefill.outputs_before
         ids = tuple(prompt + answer.tokens[:start])
-        part = _generate(model, ids, _depth_params(params), end - start, layout, prefill)
+        part = _generate(model, ids, _depth_params(params), end - start, layout, prefill, state_seed)
         compared += _equal_until_tie(part, answer.tokens[start:end], answer.depths[start:end])
     return Agreement(compared, params.max_tokens)
 
@@ -76,19 +78,26 @@ def _depth_params(params: RequestParams) -> RequestParams:
 
 @cache
 def _generate(
-    model: Path, ids: tuple[int, ...], params: RequestParams, count: int, layout: str, prefill: Prefilled
+    model: Path,
+    ids: tuple[int, ...],
+    params: RequestParams,
+    count: int,
+    layout: str,
+    prefill: Prefilled,
+    state_seed: int | None,
 ) -> Result:
-    reference = ouro if model == OURO else huginn
-    return reference.generate(
+    state = {} if state_seed is None else {"state_seed": state_seed}
+    return (huginn if model == HUGINN else ouro).generate(
         model,
         ids,
         count,
         layout,
+        **state,
         gate=params.gate.label,
         threshold=params.exit_threshold,
         min_loops=params.min_loops,
         max_loops=params.max_loops,
         exit_depths=tuple(params.exit_depths[prefill.outputs_before :]) if params.gate is Gate.REPLAY else (),
         chunk=prefill.chunks,
-        r_max=R_MAX[model],
+        r_max=R_MAX.get(model),
     )

@@ -41,12 +41,12 @@ class Operators(TorchDispatchMode):
 
 
 def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
-    """One token of three rows that sit at different loops, with every variant on."""
-    variant = Variant.SAMPLE | Variant.GATES
+    """One token of three rows that sit at different loops, with every variant on that the stage has here."""
+    variant = {Stage.PRELUDE: 0, Stage.CORE: Variant.GATES, Stage.CODA: Variant.SAMPLE}
     for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, 3, 1))):
         frame = np.zeros((3, BUCKET), np.int32)
         frame[:, :ROWS] = [1, 2, 4], [position] * 3, aux
-        yield StageBatch(position * 10 + stage, stage, BUCKET, ROWS, variant=variant), frame
+        yield StageBatch(position * 10 + stage, stage, BUCKET, ROWS, variant=variant[stage]), frame
 
 
 def prepared(model: Path, layout: KVLayout) -> Runner:

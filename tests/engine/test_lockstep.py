@@ -4,11 +4,13 @@ The references share no code with the engine, know no batching and no paging, an
 of random-weight models change with any K/V that is wrong, and depths are compared beside them.
 """
 
+import shutil
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
@@ -19,6 +21,7 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from engine.lockstep import Answer, LockstepEngine
 from engine.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
+from safetensors.torch import save_file
 
 MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
 EARLY_LAYOUTS = [layout for layout in KVLayout if layout.allows_early_exit]
@@ -26,7 +29,7 @@ OUTPUTS = 12
 
 
 def engine(model: Path, layout: str, backend: str | None = None, **options: object) -> LockstepEngine:
-    values = {"max_num_seqs": 5, "min_free_slots": 1, "kv_blocks": 120, "max_loops": R_MAX[model]} | options
+    values = {"max_num_seqs": 5, "min_free_slots": 1, "kv_blocks": 120, "max_loops": R_MAX.get(model)} | options
     return LockstepEngine(EngineConfig.from_values({"model": str(model), "kv_layout": layout, **values}), backend)
 
 
@@ -175,6 +178,37 @@ def test_sampled_tokens_do_not_depend_on_policy_or_preemption(model: Path) -> No
     assert all(other == tokens[0] for other in tokens[1:])
     greedy = [(prompt, RequestParams(max_tokens=12, max_loops=R_MAX[model])) for prompt in prompts]
     assert tokens[0] != [answer.tokens for answer in engine(model, "last_exited").run(greedy)]
+
+
+def test_lookahead_exits_as_its_trained_head_says(tmp_path: Path) -> None:
+    """A head with random weights beside the model: depths follow it and not the model's own gate, which differs."""
+    model = tmp_path / "model"
+    shutil.copytree(OURO, model)
+    weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(4)) / 4
+    save_file({"weight": weight, "bias": torch.tensor([-0.5])}, model / "lookahead_gate.safetensors")
+    prompts = prompts_of(OURO)
+    running = engine(model, "last_exited", max_loops=4)
+    assert running.built.info.default_gate is Gate.LOOKAHEAD
+    depths = []
+    for gate in (Gate.LOOKAHEAD, Gate.DELAYED):
+        requests = [
+            RequestParams(max_tokens=OUTPUTS, gate=gate, exit_threshold=0.5, min_loops=2, max_loops=4) for _ in prompts
+        ]
+        answers = running.run(list(zip(prompts, requests, strict=True)))
+        check(model, "last_exited", prompts, requests, answers)
+        depths.append([answer.depths for answer in answers])
+    assert depths[0] != depths[1] and len({d for row in depths[0] for d in row}) == 3
+
+
+def test_seeded_initial_states_are_the_requests_own() -> None:
+    """Huginn's initial state drawn from (seed, position): two seeds in one batch, each as its reference says."""
+    prompts, seeds = prompts_of(HUGINN)[:3], (3, 3 << 32 | 9, 3)
+    requests = [RequestParams(max_tokens=6, seed=seed, max_loops=R_MAX[HUGINN]) for seed in seeds]
+    answers = engine(HUGINN, "single", state_init="seeded").run(list(zip(prompts, requests, strict=True)))
+    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
+        state_seed = (request.seed ^ request.seed >> 32) & 0xFFFFFFFF
+        agreement = compare(HUGINN, prompt, request, "single", answer, state_seed)
+        assert agreement.compared == agreement.total
 
 
 def test_depth_indexed_refuses_gates_that_exit_early() -> None:

@@ -1,0 +1,63 @@
+"""What depends on both options and model is refused at start, in one line; broken weights do not reach a request."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
+from depthbatch.common.gates import Gate
+from depthbatch.worker import build
+from engine.oracle import OURO
+from safetensors.torch import load_file, save_file
+
+
+def built(model: Path = OURO, **options: object) -> build.BuiltRunner:
+    values: dict[str, object] = {"model": str(model), "max_num_seqs": 4, "kv_blocks": 20, "threads": 1}
+    return build.build_runner(EngineConfig.from_values(values | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"max_loops": 5}, "max_loops 5"),
+        ({"min_loops": 1}, r"min_loops 1 is outside ouro's range 2\.\.4"),
+        ({"gate": "convergence"}, "gate 'convergence' is not one of ouro's"),
+        ({"kv_blocks": 10**8}, "kv_blocks 100000000 of 16 tokens need"),
+        ({"max_model_len": 400}, "20 KV blocks hold 320 tokens, less than max_model_len 400"),
+        ({"max_model_len": 4000}, "max_model_len 4000 is more than the model's 2048"),
+        ({"device": "cuda"}, "no CUDA device"),
+    ],
+)
+def test_options_the_model_cannot_run_are_refused(options: dict[str, object], what: str) -> None:
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=what) as caught:
+        built(**options)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, DepthbatchError)
+
+
+def test_the_info_says_what_was_built() -> None:
+    info = built(kv_layout="single", gate="own", exit_threshold=0.25, min_loops=3, max_num_seqs=9).info
+    assert (info.default_gate, info.default_threshold, info.r_min, info.r_max) == (Gate.OWN, 0.25, 3, 4)
+    assert info.kv_bytes_per_token == 3 * 2 * 4 * 16 * 4  # layers, K and V, heads, head_dim, fp32
+    assert (info.num_blocks, info.max_model_len, info.buckets) == (21, 320, (1, 2, 4, 8, 9))
+
+
+def test_a_layout_that_cannot_exit_early_offers_no_early_gate() -> None:
+    info = built(kv_layout="depth_indexed").info
+    assert info.default_gate is Gate.NONE and info.gates == (Gate.NONE, Gate.FIXED)
+
+
+def test_weights_that_give_no_numbers_are_refused(tmp_path: Path) -> None:
+    """Finite weights whose products overflow, so that no check of the file itself could see it."""
+    model = tmp_path / "model"
+    shutil.copytree(OURO, model)
+    (file,) = model.glob("model*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], 1e34)
+    tensors["model.norm.weight"] *= 1e6
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match="not finite"):
+        built(model)
