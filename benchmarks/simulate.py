@@ -1,0 +1,244 @@
+"""``depthbatch bench simulate``: the production scheduler core in virtual time, on a device that is a JSON profile.
+
+Everything but the device is real: the same Scheduler, policies, frames and results. The device runs stages in order,
+each for its profile's time; the scheduler itself takes no virtual time, so idle time is time without work. What the
+core costs in real time is measured beside it (``scheduler_us_per_stage``).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
+from depthbatch.benchmarks.trace import blank_result, virtual_engine
+from depthbatch.benchmarks.workload import Workload
+from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import ROW_POSITION, Stage
+from depthbatch.common.messages import StageResult
+from depthbatch.common.profile import DeviceProfile
+from depthbatch.scheduler.assembly import ScheduledStage
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker.simulated import find_profile
+from tqdm import tqdm
+
+_LABELS = tuple(stage.label for stage in Stage)
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench simulate``."""
+    add_workload_arguments(parser)
+    parser.add_argument("--profile", required=True, help="device profile: a file, or the name of a shipped one")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="may be given several times")
+    parser.add_argument("--w", type=int, default=64, help="most active sequences")
+    parser.add_argument("--m", type=int, default=8192, help="most prompt tokens in one prefill batch")
+    parser.add_argument("--k", type=int, default=None, help="minimum coda batch under refill (default by model)")
+    parser.add_argument("--s", type=int, default=None, help="free slots a prefill waits for (default max(1, W // 8))")
+    parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
+    parser.add_argument("--preemption", choices=PREEMPTION, default="recompute")
+    parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="off")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", metavar="FILE", default=None, help="JSON goes here instead of stdout")
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Simulates cb and the policies asked for. Raises ConfigError on bad options, profile or workload."""
+    profile = find_profile(args.profile)
+    workload = workload_from_arguments(args, profile.r_max, args.seed)
+    asked = list(dict.fromkeys(args.policy or ["refill"]))
+    policies = ["cb", *(policy for policy in asked if policy != "cb")]
+    runs = [simulate(workload, profile, _config(args, policy, workload, profile)) for policy in policies]
+    reports = [report(run, runs[0], profile, workload) for run in runs]
+    _print_table(reports)
+    result = reports if len(asked) > 1 else reports[-1]
+    text = json.dumps(result, indent=2) + "\n"
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        Path(args.output).write_text(text)
+    return 0
+
+
+def _config(args: argparse.Namespace, policy: str, workload: Workload, profile: DeviceProfile) -> SchedulerConfig:
+    options = EngineConfig(
+        policy=policy,
+        max_num_seqs=args.w,
+        max_num_batched_tokens=args.m,
+        min_free_slots=args.s,
+        min_coda_batch=args.k,
+        preemption=args.preemption,
+        async_scheduling=args.async_scheduling,
+    )
+    info = virtual_engine(workload, args.w, profile.r_max, args.kv_blocks, profile.boundary_layers)
+    return SchedulerConfig.resolve(options, info)
+
+
+@dataclass
+class Run:
+    """What one policy did with a workload; virtual seconds."""
+
+    config: SchedulerConfig
+    duration_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_LABELS, 0.0))
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LABELS, 0))
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LABELS, 0))
+    context_tokens: int = 0  # read by core steps
+    prompt_tokens: int = 0  # prefilled, recomputation included
+    tokens: int = 0  # generated
+    finished: int = 0
+    preemptions: int = 0
+    scheduler_us: list[float] = field(default_factory=list)  # real time, complete + next_stage a stage
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.duration_s
+
+    @property
+    def mean_depth(self) -> float:
+        """Core rows a decode token; work lost to preemption counts."""
+        return self.rows["core"] / max(self.rows["coda"], 1)
+
+
+def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig, progress: bool = True) -> Run:
+    """Runs a workload to its end in virtual time. Raises ConfigError when a request can never be served."""
+    scheduler, run = Scheduler(config), Run(config)
+    arrivals = deque(sorted(enumerate(workload.requests), key=lambda item: item[1].arrival_s))
+    in_flight: deque[StageResult] = deque()
+    now = device_free = spent = 0.0
+    clock = time.perf_counter
+    with tqdm(
+        total=len(arrivals), desc=config.policy, unit="req", disable=not (progress and sys.stderr.isatty())
+    ) as bar:
+        while True:
+            while arrivals and arrivals[0][1].arrival_s <= now:
+                index, request = arrivals.popleft()
+                rejected = scheduler.submit(request.submit(index, config.r_max))
+                if rejected is not None:
+                    raise ConfigError(f"request {index} cannot be served: {rejected.reason}")
+            while True:
+                start = clock()
+                stage = scheduler.next_stage(now)
+                spent += clock() - start
+                if stage is None:
+                    break
+                run.scheduler_us.append(1e6 * spent)
+                spent = 0.0
+                begin = max(now, device_free)
+                device_free = begin + _book(run, stage, profile)
+                in_flight.append(blank_result(stage, begin, device_free))
+            next_arrival = arrivals[0][1].arrival_s if arrivals else np.inf
+            if in_flight and in_flight[0].end_s <= next_arrival:
+                now = in_flight[0].end_s
+                start = clock()
+                events = scheduler.complete(in_flight.popleft(), now)
+                spent += clock() - start
+                ended = sum(event.finish_reason is not None for event in events)
+                run.finished += ended
+                run.tokens += len(events)
+                bar.update(ended)
+            elif arrivals:
+                now = next_arrival
+            else:
+                break
+    run.duration_s = now - min(request.arrival_s for request in workload.requests)
+    run.preemptions = scheduler.counters.preemptions
+    return run
+
+
+def _book(run: Run, stage: ScheduledStage, profile: DeviceProfile) -> float:
+    """Counts a stage; returns its seconds."""
+    header = stage.header
+    kind = Stage(header.stage)
+    context = 0
+    if kind is Stage.CORE:
+        context = int(stage.frame[ROW_POSITION].sum()) + header.rows  # padding is zero
+    seconds = profile.stage_seconds(kind, header.rows, context, header.n_tokens)
+    label = kind.label
+    run.busy_s[label] += seconds
+    run.steps[label] += 1
+    run.rows[label] += header.rows
+    run.context_tokens += context
+    run.prompt_tokens += header.n_tokens
+    return seconds
+
+
+def report(run: Run, baseline: Run, profile: DeviceProfile, workload: Workload) -> dict[str, Any]:
+    """The keys of interfaces.md. ``baseline`` is cb on the same workload: relative_to_cb and the prefill share of
+    s_e2e are its (a is the part of cb's time that early exits cannot shorten; paper eq. 2)."""
+    busy = sum(run.busy_s.values())
+    s_dec = decode_speedup(profile, run.mean_depth)
+    prefill_share = baseline.busy_s["prefill"] / sum(baseline.busy_s.values())
+    s_e2e = 1.0 / (prefill_share + (1.0 - prefill_share) / s_dec)
+    relative = run.tokens_per_s / baseline.tokens_per_s
+    bound = hardware_bound(run, profile, workload)
+    return {
+        "policy": run.config.policy,
+        "w": run.config.max_num_seqs,
+        "k": run.config.min_coda_batch,
+        "profile": profile.name,
+        "tokens_per_s": run.tokens_per_s,
+        "cb_tokens_per_s": baseline.tokens_per_s,
+        "relative_to_cb": relative,
+        "s_dec": s_dec,
+        "s_e2e": s_e2e,
+        "realized": relative / s_e2e,
+        "bound_tokens_per_s": bound,
+        "of_bound": run.tokens_per_s / bound,
+        "prefill_share": run.busy_s["prefill"] / busy,
+        "idle_share": max(0.0, 1.0 - busy / run.duration_s),
+        "mean_depth": run.mean_depth,
+        "mean_batch": {label: run.rows[label] / run.steps[label] if run.steps[label] else 0.0 for label in _LABELS},
+        "stage_steps": run.steps,
+        "scheduler_us_per_stage": {
+            "p50": float(np.percentile(run.scheduler_us, 50)),
+            "p99": float(np.percentile(run.scheduler_us, 99)),
+        },
+        "requests_finished": run.finished,
+        "preemptions": run.preemptions,
+        "duration_s": run.duration_s,
+    }
+
+
+def decode_speedup(profile: DeviceProfile, mean_depth: float) -> float:
+    """S_dec = (F0 + r_max Fr) / (F0 + d Fr), paper eq. 1."""
+    boundary, core = profile.flops.boundary, profile.flops.core
+    return (boundary + profile.r_max * core) / (boundary + mean_depth * core)
+
+
+def hardware_bound(run: Run, profile: DeviceProfile, workload: Workload) -> float:
+    """Tokens per second that no order of stages can exceed with W slots under the cost model: every stage is full (W
+    rows, M prompt tokens), all row and context costs of the work done are paid, and nothing waits."""
+    width = run.config.max_num_seqs
+    core_rows, codas = run.rows["core"], run.rows["coda"]
+    prompt_tokens = sum(request.prompt_tokens for request in workload.requests)
+    core, prefill = profile.core, profile.prefill
+    milliseconds = (
+        core.delta_ms * core_rows / width
+        + core.gamma_ms * core_rows
+        + core.alpha_ms * run.context_tokens
+        + (profile.prelude.delta_ms + profile.coda.delta_ms) * codas / width
+        + (profile.prelude.gamma_ms + profile.coda.gamma_ms) * codas
+        + prefill.delta_ms * prompt_tokens / run.config.max_num_batched_tokens
+        + prefill.gamma_ms * prompt_tokens
+    )
+    return run.tokens / (1e-3 * milliseconds)
+
+
+def _print_table(reports: list[dict[str, Any]]) -> None:
+    print(
+        f"{'policy':>10} {'k':>4} {'tok/s':>9} {'x cb':>6} {'realized':>8} {'of bound':>8} {'core B':>7}",
+        file=sys.stderr,
+    )
+    for line in reports:
+        print(
+            f"{line['policy']:>10} {line['k']:>4} {line['tokens_per_s']:>9.0f} {line['relative_to_cb']:>6.3f} "
+            f"{line['realized']:>8.3f} {line['of_bound']:>8.3f} {line['mean_batch']['core']:>7.1f}",
+            file=sys.stderr,
+        )

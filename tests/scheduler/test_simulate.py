@@ -1,0 +1,153 @@
+"""The simulator: times that can be worked out by hand, the definitions of its keys, and the workload file."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from depthbatch.benchmarks.simulate import Run, add_simulate_arguments, report, run_simulate, simulate
+from depthbatch.benchmarks.trace import virtual_engine
+from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.profile import DeviceProfile
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.worker.simulated import find_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+OURO = find_profile("h100-ouro-1.4b")
+KEYS = [
+    *("policy", "w", "k", "tokens_per_s", "cb_tokens_per_s", "relative_to_cb", "s_dec", "s_e2e", "realized"),
+    *("prefill_share", "idle_share", "mean_depth", "mean_batch", "stage_steps", "scheduler_us_per_stage"),
+    *("requests_finished", "preemptions", "duration_s"),
+]
+
+
+def run(
+    workload: Workload, policy: str = "refill", width: int = 4, mode: str = "off", profile: DeviceProfile = OURO
+) -> Run:
+    options = EngineConfig(policy=policy, max_num_seqs=width, async_scheduling=mode)
+    info = virtual_engine(workload, width, profile.r_max, None, profile.boundary_layers)
+    return simulate(workload, profile, SchedulerConfig.resolve(options, info))
+
+
+@pytest.mark.parametrize("mode", ["off", "async", "lookahead"])
+@pytest.mark.parametrize("policy", ["cb", "no-refill", "refill"])
+def test_one_request_takes_the_sum_of_its_stages(policy: str, mode: str) -> None:
+    """Prompt 100, two output tokens, depth 2: prefill, prelude, core steps reading 101 context tokens, coda. Nothing
+    may wait, and cb must run all four loops."""
+    one = run(Workload((WorkloadRequest(100, 2, exit_depths=(2,)),)), policy, mode=mode)
+    loops = 4 if policy == "cb" else 2
+    core_ms = 5.4 + 0.027 + 9.0e-5 * 101
+    expected_ms = (6.0 + 1.92) + (0.05 + 0.0005) + loops * core_ms + (0.35 + 0.002)
+    assert one.duration_s == pytest.approx(1e-3 * expected_ms, rel=1e-12)
+    assert (one.tokens, one.finished, one.mean_depth) == (2, 1, loops)
+
+
+def test_arrival_times_are_honoured() -> None:
+    """A request that comes after the first is done: the device idles in between, and the clock says so."""
+    requests = (WorkloadRequest(100, 2, arrival_s=5.0), WorkloadRequest(100, 2, arrival_s=1.0))
+    late = run(Workload(requests))
+    alone = run(Workload(requests[1:]))
+    assert late.duration_s == pytest.approx(4.0 + alone.duration_s)
+    line = report(late, late, OURO, Workload(requests))
+    assert line["idle_share"] == pytest.approx(1.0 - 2 * alone.duration_s / late.duration_s)
+
+
+def test_report_follows_the_definitions() -> None:
+    """S_dec and S_e2e from a hand-made run; every key of interfaces.md is there."""
+    workload = Workload(tuple(WorkloadRequest(50, 20, exit_depths=(2,) * 19) for _ in range(8)))
+    cb, refill = run(workload, "cb"), run(workload)
+    line = report(refill, cb, OURO, workload)
+    assert set(KEYS) <= set(line) and line["mean_depth"] == 2.0
+    s_dec = (2.0e8 + 4 * 2.47e9) / (2.0e8 + 2 * 2.47e9)
+    a = cb.busy_s["prefill"] / sum(cb.busy_s.values())
+    s_e2e = 1 / (a + (1 - a) / s_dec)
+    assert line["s_dec"] == pytest.approx(s_dec) and line["s_e2e"] == pytest.approx(s_e2e)
+    assert line["realized"] == pytest.approx(refill.tokens_per_s / cb.tokens_per_s / s_e2e)
+    assert report(cb, cb, OURO, workload)["relative_to_cb"] == 1.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 12), st.lists(st.integers(1, 4), max_size=12)),
+        min_size=1,
+        max_size=20,
+    ),
+    st.sampled_from(["cb", "no-refill", "refill"]),
+    st.integers(1, 6),
+)
+def test_no_schedule_beats_the_bound(shapes: list, policy: str, width: int) -> None:
+    """The hardware bound is one: whatever the workload, no policy is faster; every token is accounted for."""
+    workload = Workload(tuple(WorkloadRequest(p, o, exit_depths=tuple(d)) for p, o, d in shapes))
+    done = run(workload, policy, width)
+    assert done.finished == len(shapes) and done.tokens == sum(o for _, o, _ in shapes)
+    assert report(done, done, OURO, workload)["of_bound"] <= 1.0 + 1e-9
+
+
+def test_refill_comes_near_the_estimated_maximum_on_ouro() -> None:
+    """The paper's result in virtual time: on Ouro refill realizes above 95 % of S_e2e and beats no-refill. Long enough
+    that filling and emptying the engine does not count."""
+    depths = (2, 3, 2, 3, 4, 2, 3) * 20
+    workload = Workload(tuple(WorkloadRequest(40, 100 + i % 41, exit_depths=depths[i % 7 :][:140]) for i in range(320)))
+    cb, plain, refill = (run(workload, policy, 32) for policy in ("cb", "no-refill", "refill"))
+    lines = [report(r, cb, OURO, workload) for r in (plain, refill)]
+    assert lines[1]["realized"] > 0.95 and lines[0]["realized"] < lines[1]["realized"] - 0.05
+
+
+def test_command_prints_one_object_or_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several policies give a list with cb first, one gives an object; --output writes the same to a file."""
+    file = tmp_path / "w.json"
+    Workload((WorkloadRequest(20, 4, exit_depths=(2, 3, 4)),) * 6).write(file)
+    parser = argparse.ArgumentParser()
+    add_simulate_arguments(parser)
+    base = ["--profile", "h100-ouro-1.4b", "--workload", str(file), "--w", "4"]
+    assert run_simulate(parser.parse_args([*base, "--policy", "refill", "--policy", "no-refill"])) == 0
+    assert [line["policy"] for line in json.loads(capsys.readouterr().out)] == ["cb", "refill", "no-refill"]
+    assert run_simulate(parser.parse_args([*base, "--policy", "refill", "--output", str(tmp_path / "o.json")])) == 0
+    assert json.loads((tmp_path / "o.json").read_text())["policy"] == "refill" and not capsys.readouterr().out
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        run_simulate(parser.parse_args([*base[:4], "--w", "0"]))
+    with pytest.raises(ConfigError, match="request 0 cannot be served"):
+        run_simulate(parser.parse_args([*base, "--kv-blocks", "2"]))
+
+
+def test_workload_file_round_trip(tmp_path: Path) -> None:
+    """What is written is read back the same, ids and missing fields included."""
+    workload = Workload(
+        (
+            WorkloadRequest(3, 4, prompt_ids=(5, 6, 7), exit_depths=(1, 2), arrival_s=0.5),
+            WorkloadRequest(10, 1),
+        )
+    )
+    workload.write(tmp_path / "w.json")
+    assert Workload.read(tmp_path / "w.json") == workload
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "no list 'requests'"),
+        ('{"requests": []}', "empty"),
+        ('{"requests": [3]}', "request 0 is not an object"),
+        ('{"requests": [{"prompt_tokens": 0, "output_tokens": 1}]}', "prompt_tokens"),
+        ('{"requests": [{"prompt_tokens": [1, -2], "output_tokens": 1}]}', "prompt_tokens"),
+        ('{"requests": [{"prompt_tokens": [], "output_tokens": 1}]}', "prompt_tokens"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": true}]}', "output_tokens"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "exit_depths": [0]}]}', "exit_depths"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "exit_depths": "24"}]}', "exit_depths"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "arrival_s": -1}]}', "arrival_s"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "arrival_s": NaN}]}', "arrival_s"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "depth": 2}]}', "unknown field depth"),
+    ],
+)
+def test_bad_workload_files_are_named(tmp_path: Path, text: str, says: str) -> None:
+    """One line with the file and what is wrong in it."""
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        Workload.read(path)
+    assert "bad.json" in str(caught.value) and "\n" not in str(caught.value)
