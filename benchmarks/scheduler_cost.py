@@ -1,0 +1,114 @@
+"""What the scheduler core costs: ``python -m depthbatch.benchmarks.scheduler_cost``.
+
+Real seconds of complete + next_stage (assembly included, sockets apart) on a steady full engine with recorded depths,
+lock-step. ``core_us`` is a core stage alone; ``loop_us`` is everything between two core stages: the completions and
+assemblies of core, coda, prelude and prefill. ``waiting`` compares 100 with 100,000 waiting requests.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections import deque
+from itertools import cycle
+
+import numpy as np
+from depthbatch.benchmarks.trace import blank_result, virtual_engine
+from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.config import ASYNC_MODES, EngineConfig
+from depthbatch.common.frames import Stage
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+
+OUTPUT_TOKENS = 311  # ShareGPT's mean
+PROMPT_TOKENS = 267
+DEPTHS = (2, 3, 4)
+WEIGHTS = (0.5, 0.4, 0.1)
+
+
+def measure(width: int, waiting: int, core_steps: int, mode: str, policy: str = "refill") -> dict[str, object]:
+    """Percentiles in microseconds over ``core_steps`` core stages of a full engine."""
+    rng = np.random.default_rng(0)
+    shapes = [
+        WorkloadRequest(
+            PROMPT_TOKENS,
+            int(rng.integers(20, 2 * OUTPUT_TOKENS)),
+            exit_depths=tuple(rng.choice(DEPTHS, 2 * OUTPUT_TOKENS, p=WEIGHTS).tolist()),
+        )
+        for _ in range(256)
+    ]
+    workload = Workload(tuple(shapes))
+    options = EngineConfig(policy=policy, max_num_seqs=width, async_scheduling=mode)
+    scheduler = Scheduler(SchedulerConfig.resolve(options, virtual_engine(workload, width, 4, None)))
+    messages = cycle([shape.submit(0, 4) for shape in shapes])
+    submitted = 0
+
+    def top_up() -> None:
+        nonlocal submitted
+        while scheduler.num_waiting < waiting:
+            message = next(messages)
+            scheduler.submit(type(message)(submitted, message.prompt, message.params))
+            submitted += 1
+
+    top_up()
+    gc.collect()
+    gc.freeze()
+    core_us, loop_us, results = _run(scheduler, core_steps, top_up)
+    gc.unfreeze()
+    return {
+        "w": width,
+        "waiting": waiting,
+        "mode": mode,
+        "stages_per_core": results / core_steps,
+        "core_us": _percentiles(core_us),
+        "loop_us": _percentiles(loop_us),
+    }
+
+
+def _run(scheduler: Scheduler, core_steps: int, top_up: object) -> tuple[list[float], list[float], int]:
+    clock, in_flight = time.perf_counter, deque()  # type: ignore[var-annotated]
+    core_us: list[float] = []
+    loop_us: list[float] = []
+    spent = stages = 0.0
+    while len(loop_us) < core_steps + 100:
+        start = clock()
+        stage = scheduler.next_stage(0.0)
+        took = clock() - start
+        spent += took
+        if stage is not None:
+            stages += 1
+            in_flight.append((blank_result(stage, 0.0, 1e-3), took))
+            if stage.header.stage == Stage.CORE:
+                loop_us.append(1e6 * spent)
+                spent = 0.0
+            continue
+        result, assembled = in_flight.popleft()
+        start = clock()
+        scheduler.complete(result, 0.0)
+        took = clock() - start
+        spent += took
+        if not result.token_ids:
+            core_us.append(1e6 * (took + assembled))
+        top_up()  # type: ignore[operator]
+    return core_us[100:], loop_us[100:], int(stages)
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {f"p{q}": round(float(np.percentile(values, q)), 1) for q in (50, 90, 99)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="depthbatch.benchmarks.scheduler_cost")
+    parser.add_argument("--core-steps", type=int, default=2000)
+    parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead")
+    args = parser.parse_args()
+    rows = [measure(width, 100, args.core_steps, args.async_scheduling) for width in (8, 64, 512)]
+    rows.append(measure(64, 100_000, args.core_steps, args.async_scheduling))
+    json.dump(rows, sys.stdout, indent=2)
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
