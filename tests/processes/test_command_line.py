@@ -1,0 +1,208 @@
+"""The command as users run it: output, one-line errors with exit code 2, signals, and never a process left behind."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from depthbatch.frontend.client import Client
+from process_tools.marked import Family
+from safetensors.torch import load_file, save_file
+
+OURO = Path(__file__).parent.parent / "data" / "fidelity" / "ouro-tiny"
+SMALL = ("--kv-blocks", "64", "--max-num-seqs", "8", "--threads", "1", "--device", "cpu")
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[Family]:
+    family = Family(tmp_path)
+    yield family
+    for pid in family.alive():
+        os.kill(pid, signal.SIGKILL)
+
+
+def run_dirs(tmp_path: Path) -> list[Path]:
+    return [path for path in tmp_path.glob("depthbatch-*/*") if path.is_dir()]
+
+
+# --- bad input
+
+
+def no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def broken_config(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": ')
+
+
+def unknown_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+
+
+def no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def broken_weights(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\x00" * 100)
+
+
+def wrong_shape(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].contiguous()
+    save_file(tensors, model / "model.safetensors")
+
+
+def broken_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+
+
+BAD_MODELS: list[tuple[Callable[[Path], None], str]] = [
+    (no_config, "config.json"),
+    (broken_config, "config.json"),
+    (unknown_architecture, "llama|Llama"),
+    (no_weights, "safetensors"),
+    (broken_weights, "model.safetensors"),
+    (wrong_shape, "model.norm.weight"),
+    (broken_tokenizer, "tokenizer"),
+]
+BAD_OPTIONS: list[tuple[tuple[str, ...], str]] = [
+    (("/no/such/model",), "/no/such/model"),
+    (("MODEL", "--polcy", "cb"), "--polcy"),
+    (("MODEL", "--policy", "fastest"), "--policy.*fastest"),
+    (("MODEL", "--max-num-seqs", "many"), "--max-num-seqs.*many"),
+    (("MODEL", "--exit-threshold=-1"), "exit-threshold.*-1"),
+    (("MODEL", "--config", "BAD.toml"), "BAD.toml.*polcy"),
+    (("MODEL", "--kv-layout", "depth_indexed", "--gate", "own"), "depth_indexed.*own"),
+    (("MODEL", "--temperature", "-2"), "temperature.*-2"),
+    (("MODEL", "-f", "/no/such/file"), "/no/such/file"),
+    (("MODEL", "-p", "not numbers"), "no tokenizer"),
+    (("MODEL", "--kv-blocks", "1000000000"), "kv_blocks.*GiB"),
+    (("MODEL", "--max-loops", "9"), "max_loops|loops"),
+    (("MODEL", "--gate", "lookahead"), "lookahead.*none, fixed, replay, own, delayed"),
+    (("MODEL", "--max-tokens", "2000"), "max_tokens 2000.*max_model_len"),
+    (("MODEL", "--num-loops", "7"), "num_loops 7.*4"),
+]
+
+
+def check_refused(process: "subprocess.Popen[str]", pattern: str, family: Family, tmp_path: Path) -> None:
+    out, err = process.communicate(timeout=60)
+    errors = [line for line in err.splitlines() if "error" in line]
+    assert process.returncode == 2, err
+    assert len(errors) == 1 and errors[0] == err.splitlines()[-1], err
+    assert re.search(pattern, errors[0]), err
+    assert "Traceback" not in err and not out
+    assert not family.alive() and not run_dirs(tmp_path)
+
+
+@pytest.mark.parametrize(("damage", "pattern"), BAD_MODELS, ids=lambda value: getattr(value, "__name__", ""))
+def test_bad_model(damage: Callable[[Path], None], pattern: str, family: Family, tmp_path: Path) -> None:
+    """One line that names the file, field or tensor; exit code 2; nothing left, though the worker found it out in its
+    own process. A copy of a model that works is damaged in one place, so nothing else can be the reason."""
+    model = tmp_path / "model"
+    shutil.copytree(OURO, model)
+    model.chmod(0o755)
+    damage(model)
+    check_refused(family.start("generate", str(model), "-p", "5 17", *SMALL), pattern, family, tmp_path)
+
+
+@pytest.mark.parametrize(("words", "pattern"), BAD_OPTIONS, ids=lambda value: " ".join(value) if value else "")
+def test_bad_option(words: tuple[str, ...], pattern: str, family: Family, tmp_path: Path) -> None:
+    """The same for everything on the command line."""
+    (tmp_path / "BAD.toml").write_text("polcy = 'cb'\n")
+    words = tuple({"MODEL": str(OURO), "BAD.toml": str(tmp_path / "BAD.toml")}.get(word, word) for word in words)
+    given = [word.partition("=")[0] for word in words]
+    words += () if {"-p", "-f"} & set(given) else ("-p", "5 17")
+    words += tuple(word for pair in zip(SMALL[::2], SMALL[1::2], strict=True) if pair[0] not in given for word in pair)
+    check_refused(family.start("generate", *words), pattern, family, tmp_path)
+
+
+# --- output
+
+
+def test_generate(family: Family, tmp_path: Path) -> None:
+    """JSON lines with a depth a token, and the streamed form of the same; the start says what fits."""
+    words = ("generate", "demo", "-p", "12+30=", "-p", "say hi=", "--max-tokens", "6", "--ignore-eos", *SMALL)
+    out, err = family.start(*words, "--json").communicate(timeout=60)
+    first, second = map(json.loads, out.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("12+30=", "say hi=")
+    assert len(first["token_ids"]) == len(first["exit_depths"]) == 6 and first["finish_reason"] == "length"
+    assert re.search(r"KiB of KV per token \(\w+\), 1024 tokens fit", err)
+    out, _ = family.start(*words, "--no-depths").communicate(timeout=60)
+    assert first["text"].replace("\ufffd", "") in out.replace("\ufffd", "")
+    assert not family.alive() and not run_dirs(tmp_path)
+
+
+def test_info(family: Family) -> None:
+    out, _ = family.start("info", str(OURO), "--kv-blocks", "10").communicate(timeout=60)
+    assert re.search(r"last_exited \* +6\.0 +160\n", out)
+    assert re.search(r"single +1\.5 +160\n", out)
+    assert "0-3-0" in out and "1 to 4 loops" in out
+
+
+# --- signals
+
+
+def wait_for_line(process: "subprocess.Popen[str]", pattern: str) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if re.search(pattern, line):
+            return line
+    raise AssertionError(f"{pattern!r} never came")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_ends_generate(number: signal.Signals, code: int, family: Family, tmp_path: Path) -> None:
+    """In mid-stream: all three processes gone, the run directory too."""
+    process = family.start("generate", "demo", "-p", "a", "--max-tokens", "1000", "--ignore-eos", *SMALL)
+    wait_for_line(process, "tokens fit")
+    assert len(family.alive()) == 3
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == code
+    assert not family.alive() and not run_dirs(tmp_path)
+
+
+def test_signal_while_loading(family: Family, tmp_path: Path) -> None:
+    process = family.start("generate", "demo", "-p", "a", *SMALL)
+    deadline = time.monotonic() + 20
+    while len(family.alive()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert not family.alive() and not run_dirs(tmp_path)
+
+
+def test_children_die_with_a_killed_parent(family: Family) -> None:
+    """SIGKILL gives the parent no chance to clean up: the parent-death signal and the death pipe do."""
+    process = family.start("generate", "demo", "-p", "a", "--max-tokens", "1000", "--ignore-eos", *SMALL)
+    wait_for_line(process, "tokens fit")
+    process.kill()
+    process.communicate()
+    assert family.gone_within(5)
+
+
+def test_serve(family: Family, tmp_path: Path) -> None:
+    """The address it prints serves the native API; SIGTERM ends it with 0 and leaves nothing."""
+    process = family.start("serve", "demo", *SMALL)
+    address = wait_for_line(process, "ipc://").split()[-1]
+    client = Client(address)
+    *_, last = client.generate("12+30=", max_tokens=4, ignore_eos=True)
+    assert last["finish_reason"] == "length"
+    client.close()
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert not family.alive() and not run_dirs(tmp_path)
