@@ -8,7 +8,6 @@ from depthbatch.common.frames import (
     ROW_FIELDS,
     ROW_POSITION,
     ROW_SLOT,
-    SLOT_PARAM_FIELDS,
     Int32Array,
     SlotParam,
 )
@@ -72,24 +71,28 @@ def slot_param_frame(requests: list[Request]) -> Int32Array | None:
     """One row a request, None without requests."""
     if not requests:
         return None
-    frame = np.zeros((len(requests), SLOT_PARAM_FIELDS), np.int32)
+    frame = np.array([_slot_param_row(request) for request in requests], dtype=np.int32)
     floats = frame.view(np.float32)
-    for row, request in enumerate(requests):
-        params = request.params
-        seed = params.seed & 0xFFFFFFFFFFFFFFFF
-        low, high = seed & 0xFFFFFFFF, seed >> 32
-        frame[row, SlotParam.SLOT] = request.slot
-        frame[row, SlotParam.GATE] = request.gate
-        floats[row, SlotParam.EXIT_THRESHOLD] = params.exit_threshold
-        floats[row, SlotParam.TEMPERATURE] = params.temperature
-        frame[row, SlotParam.TOP_K] = params.top_k
-        floats[row, SlotParam.TOP_P] = params.top_p
-        floats[row, SlotParam.MIN_P] = params.min_p
-        frame[row, SlotParam.SEED_LOW] = _as_int32(low)
-        frame[row, SlotParam.SEED_HIGH] = _as_int32(high)
-        frame[row, SlotParam.FIRST_OUTPUT] = request.prompt.size
-        frame[row, SlotParam.STATE_SEED] = _as_int32(low ^ high)
+    for column, name in _FLOAT_COLUMNS:
+        floats[:, column] = [getattr(request.params, name) for request in requests]
     return frame
+
+
+_FLOAT_COLUMNS = (
+    (SlotParam.EXIT_THRESHOLD, "exit_threshold"),
+    (SlotParam.TEMPERATURE, "temperature"),
+    (SlotParam.TOP_P, "top_p"),
+    (SlotParam.MIN_P, "min_p"),
+)
+
+
+def _slot_param_row(request: Request) -> tuple[int, ...]:
+    """The integer columns in the order of SlotParam; float columns are 0 here."""
+    seed = request.params.seed & 0xFFFFFFFFFFFFFFFF
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    state_seed = _as_int32(low ^ high)
+    top_k, prompt = request.params.top_k, request.prompt.size
+    return (request.slot, request.gate, 0, 0, top_k, 0, 0, _as_int32(low), _as_int32(high), prompt, state_seed)
 
 
 def _as_int32(bits: int) -> int:

@@ -1,0 +1,354 @@
+"""Who is let in, when, and what is refused with numbers; limits at, below and above; scarce KV without thrash."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import EngineInfo, RequestParams, Submit
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from scheduler_fakes.lockstep import Lockstep
+
+BASE = SchedulerConfig(
+    policy="refill",
+    max_num_seqs=8,
+    max_num_batched_tokens=16,
+    min_free_slots=1,
+    min_coda_batch=1,
+    r_max=4,
+    block_size=4,
+    num_blocks=101,
+    max_model_len=64,
+    buckets=(8,),
+    vocab_size=40,
+)
+
+
+def submit(request_id: int, prompt: int | list[int] = 5, tokens: int = 4, **params: object) -> Submit:
+    ids = list(range(prompt)) if isinstance(prompt, int) else prompt
+    fields = {"max_tokens": tokens, "max_loops": 4, "seed": request_id} | params
+    return Submit(request_id, (np.asarray(ids, np.int32) % 40).tobytes(), RequestParams(**fields))  # type: ignore[arg-type]
+
+
+# --- limits
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "served"), [(63, 1, 1), (63, 5, 1), (62, 2, 2), (60, 4, 4), (60, 9, 4), (64, 1, 0)]
+)
+def test_length_limits_at_below_and_above(prompt: int, tokens: int, served: int) -> None:
+    """prompt + output may reach max_model_len (64) and not pass it: longer outputs end with "length", a prompt that
+    leaves no room is refused. Never a hang: run() fails when something is left."""
+    harness = Lockstep(BASE)
+    assert harness.submit(submit(1, prompt, tokens)) == (served > 0)
+    harness.run()
+    if served:
+        assert len(harness.answers[1].tokens) == served and harness.answers[1].finish_reason == "length"
+    else:
+        assert "64 tokens" in harness.rejected[1] and "max-model-len 64" in harness.rejected[1]
+
+
+@pytest.mark.parametrize("preemption", ["off", "recompute"])
+@pytest.mark.parametrize(("blocks", "fits"), [(7, False), (8, True)])
+def test_what_can_never_fit_is_refused_with_the_numbers(preemption: str, blocks: int, fits: bool) -> None:
+    """30 prompt + 3 output tokens write 32 positions, 8 blocks of 4: with 7 it is refused, with 8 it runs, although
+    headroom asks for free blocks (nothing else runs that could use them)."""
+    config = replace(BASE, num_blocks=blocks + 1, preemption=preemption, kv_headroom=0.5)
+    harness = Lockstep(config)
+    assert harness.submit(submit(1, 30, 3)) == fits
+    harness.run()
+    if fits:
+        assert len(harness.answers[1].tokens) == 3
+    else:
+        assert "need 8 KV blocks of 4 tokens, the cache has 7" in harness.rejected[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": list(range(64))}, "prompt"),
+        ({"tokens": 0}, "max_tokens"),
+        ({"tokens": -1}, "max_tokens"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_loops": 0}, "min_loops"),
+        ({"min_loops": 3, "max_loops": 2}, "min_loops"),
+        ({"max_loops": 5}, "max_loops"),
+        ({"max_loops": 0}, "min_loops"),
+        ({"gate": Gate.OWN}, "gate"),
+        ({"gate": Gate.REPLAY, "exit_depths": b"\1\0\2"}, "exit_depths"),
+        ({"exit_threshold": float("nan")}, "exit_threshold"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 1 << 31}, "top_k"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"priority": 1 << 20}, "priority"),
+    ],
+)
+def test_bad_requests_are_refused_and_name_the_field(change: dict, param: str) -> None:
+    """The core does not trust the frontend: each is a Rejected naming its field, and the next request is served."""
+    harness = Lockstep(replace(BASE, gates=(Gate.NONE, Gate.FIXED, Gate.REPLAY)))
+    refusal = harness.scheduler.submit(submit(1, **change))
+    assert refusal is not None and refusal.param == param and "\n" not in refusal.reason
+    assert harness.submit(submit(2))
+    harness.run()
+
+
+@pytest.mark.parametrize(
+    ("data", "param"), [(b"\1\0\0", "prompt"), (b"\1\0\0\0\x28\0\0\0", "prompt"), (b"\xff" * 4, "prompt")]
+)
+def test_bad_prompt_bytes_are_refused(data: bytes, param: str) -> None:
+    """Half a token, an id of vocab_size, a negative id."""
+    refusal = Scheduler(BASE).submit(Submit(1, data, RequestParams(max_tokens=1, max_loops=1)))
+    assert refusal is not None and refusal.param == param
+
+
+def test_an_id_in_use_is_refused_and_its_owner_unharmed() -> None:
+    """The same id twice must not swap or end the first."""
+    harness = Lockstep(BASE)
+    harness.submit(submit(1))
+    refusal = harness.scheduler.submit(submit(1, 9))
+    assert refusal is not None and refusal.param == "request_id"
+    harness.run()
+    assert len(harness.answers[1].tokens) == 4
+
+
+def test_early_exit_gates_are_refused_under_depth_indexed() -> None:
+    """Early exit would leave holes in that layout; a fixed depth does not."""
+    scheduler = Scheduler(replace(BASE, kv_layout=KVLayout.DEPTH_INDEXED))
+    refusal = scheduler.submit(submit(1, gate=Gate.REPLAY))
+    assert refusal is not None and "depth_indexed" in refusal.reason and "replay" in refusal.reason
+    assert scheduler.submit(submit(2, gate=Gate.FIXED, min_loops=2, max_loops=2)) is None
+
+
+# --- resubmission
+
+
+@pytest.mark.parametrize(("generated", "left", "reason"), [(0, 6, "length"), (3, 3, "length"), (6, 0, "length")])
+def test_resubmitted_requests_continue_where_they_were(generated: int, left: int, reason: str) -> None:
+    """After a crash the frontend sends the tokens it has: only the rest comes, the same as without the crash, and a
+    request that was complete ends at once."""
+    whole = Lockstep(BASE, depth_sensitive=False)
+    whole.submit(submit(1, tokens=6))
+    whole.run()
+    tokens = whole.answers[1].tokens
+    again = Lockstep(BASE, depth_sensitive=False)
+    first = submit(1, tokens=6)
+    again.submit(Submit(1, first.prompt, first.params, np.asarray(tokens[:generated], np.int32).tobytes()))
+    again.run()
+    assert again.answers[1].tokens == tokens and again.answers[1].finish_reason == reason
+    assert again.scheduler.counters.generation_tokens == left
+
+
+def test_resubmitted_request_that_had_stopped_ends_with_stop() -> None:
+    """Its last token is a stop token: it must not decode on."""
+    harness = Lockstep(BASE)
+    one = submit(1, tokens=9, stop_token_ids=(7,))
+    harness.submit(Submit(1, one.prompt, one.params, np.asarray([3, 7], np.int32).tobytes()))
+    answer = harness.answers[1]
+    assert (answer.tokens, answer.finish_reason, answer.stop_reason) == ([3, 7], "stop", 7)
+
+
+# --- order
+
+
+def prefill_order(harness: Lockstep) -> list[int]:
+    """Prompt length of each sequence in order of its first chunk (lengths tell the requests apart)."""
+    order: list[int] = []
+    while harness.scheduler.num_unfinished:
+        stage = harness.dispatch()
+        if stage is not None and stage.header.stage == 0:
+            starts = stage.frame[stage.header.rows : 2 * stage.header.rows]
+            slots = stage.frame[: stage.header.rows]
+            order += [
+                harness.scheduler.rows.request[slot].prompt.size  # type: ignore[union-attr]
+                for slot, start in zip(slots.tolist(), starts.tolist(), strict=True)
+                if start == 0 and harness.scheduler.rows.request[slot] is not None
+            ]
+        harness.complete()
+    return order
+
+
+def test_priority_first_then_arrival() -> None:
+    """Higher priority is prefilled first, equals in order of arrival, preempted ones not after newcomers."""
+    harness = Lockstep(replace(BASE, max_num_seqs=1, buckets=(1,)))
+    for request_id, (prompt, priority) in enumerate([(3, 0), (4, 0), (5, 2), (6, 1), (7, 2), (8, -1)]):
+        harness.submit(submit(request_id, prompt, priority=priority))
+    assert prefill_order(harness) == [5, 7, 6, 3, 4, 8]
+
+
+def test_one_huge_prompt_is_chunked_and_short_requests_wait_a_bounded_time() -> None:
+    """A prompt of 60 tokens under M = 16 goes through in 4 prefills; a short one behind it starts in the last of them,
+    at most ceil(60 / 16) stages later."""
+    harness = Lockstep(BASE)
+    harness.keep_stages = True
+    harness.submit(submit(1, 60))
+    harness.submit(submit(2, 4))
+    while not harness.answers[2].tokens:
+        harness.dispatch()
+        harness.complete()
+    assert [rows for _, rows, _, _ in harness.stages] == [1, 1, 1, 2]
+    harness.run()
+
+
+def test_min_free_slots_gates_new_prompts_only() -> None:
+    """With S = 4 of 8 slots, nothing is prefilled while fewer are free, except the rest of a prompt that has begun."""
+    harness = Lockstep(replace(BASE, min_free_slots=4, max_num_batched_tokens=40))
+    for request_id in range(5):
+        harness.submit(submit(request_id, 7, tokens=20))
+    harness.submit(submit(9, 30, tokens=1))
+    kinds = []
+    for _ in range(8):
+        stage = harness.dispatch()
+        assert stage is not None
+        kinds.append(int(stage.header.stage))
+        harness.complete()
+    assert harness.scheduler.admission.slots.free == 3
+    assert kinds[0] == 0 and kinds.count(0) == 2  # the prompt of 30 is cut at 5 tokens and goes on at once
+    harness.submit(submit(10, 3))
+    for _ in range(5):
+        stage = harness.dispatch()
+        assert stage is not None and stage.header.stage != 0
+        harness.complete()
+    harness.run()
+
+
+def test_headroom_keeps_blocks_free_at_admission() -> None:
+    """Admission stops where the free share would fall below the headroom."""
+    for headroom, admitted in ((0.0, 8), (0.5, 5)):
+        harness = Lockstep(
+            replace(BASE, num_blocks=21, kv_headroom=headroom, preemption="off", max_num_batched_tokens=64)
+        )
+        for request_id in range(8):
+            harness.submit(submit(request_id, 5, tokens=4))
+        harness.dispatch()
+        assert harness.scheduler.num_running == admitted
+        harness.run()
+
+
+# --- scarce KV
+
+
+@pytest.mark.parametrize("policy", ["cb", "no-refill", "refill"])
+@pytest.mark.parametrize(("prompt", "tokens"), [(8, 120), (64, 64), (120, 8)])
+def test_twice_oversubscribed_kv_does_not_thrash(policy: str, prompt: int, tokens: int) -> None:
+    """16 slots, blocks for 8 whole sequences. Ideal: as many slots as the blocks can hold, so that nothing is ever
+    preempted. Every request finishes with its tokens, in at most 1.5 times the stages and 1.5 times the core rows."""
+    config = replace(
+        BASE,
+        policy=policy,
+        max_num_seqs=16,
+        buckets=(16,),
+        max_num_batched_tokens=256,
+        min_free_slots=2,
+        max_model_len=128,
+        num_blocks=1 + 8 * 32,
+        preemption="recompute",
+    )
+    ideal = replace(config, max_num_seqs=8, min_free_slots=1)
+    counts = []
+    for one in (ideal, config):
+        harness = Lockstep(one, depth_sensitive=False, verify_every=50)
+        for request_id in range(48):
+            length = max(1, prompt - request_id % 5)
+            harness.submit(
+                submit(request_id, length, tokens, gate=Gate.REPLAY, exit_depths=bytes([2, 3, 4, 2, 3] * 24))
+            )
+        harness.run()
+        assert all(len(answer.tokens) == tokens for answer in harness.answers.values())
+        counts.append((harness.dispatched, harness.worker.core_rows, harness.scheduler.counters.preemptions))
+    assert counts[0][2] == 0
+    assert counts[1][0] <= 1.5 * counts[0][0] and counts[1][1] <= 1.5 * counts[0][1]
+    if (prompt, tokens) == (8, 120):
+        assert counts[1][2] > 0  # else this tests nothing
+
+
+# --- worker loss
+
+
+@pytest.mark.parametrize("lost_after", [1, 3, 8, 20, 50])
+def test_recovery_rebuilds_every_sequence(lost_after: int) -> None:
+    """The worker vanishes with results unanswered: the books balance at once, late answers of the old worker are
+    counted and dropped, and a fresh worker (which checks that each sequence is prefilled anew) brings all tokens."""
+    whole, harness = (Lockstep(replace(BASE, async_scheduling="lookahead"), depth_sensitive=False) for _ in range(2))
+    requests = [submit(i, 3 + i, tokens=10, gate=Gate.LOOKAHEAD, exit_threshold=0.5) for i in range(12)]
+    for request in requests:
+        whole.submit(request)
+        harness.submit(request)
+    whole.run()
+    while harness.dispatched < lost_after:
+        if harness.dispatch() is None:
+            harness.complete()
+    late = list(harness.results)
+    harness.results.clear()
+    harness.scheduler.recover()
+    harness.scheduler.verify()
+    last = harness.worker.last_step_id
+    harness.worker = type(harness.worker)(harness.config, depth_sensitive=False)
+    harness.worker.last_step_id = last
+    for result in late:
+        assert harness.scheduler.complete(result, 0.0) == []
+    assert harness.scheduler.counters.stale_results == len(late) > 0
+    harness.run()
+    assert {i: a.tokens for i, a in harness.answers.items()} == {i: a.tokens for i, a in whole.answers.items()}
+
+
+# --- configuration
+
+
+INFO = EngineInfo(
+    model="m",
+    architecture="ouro",
+    vocab_size=40,
+    r_max=4,
+    r_min=1,
+    default_gate=Gate.NONE,
+    gates=tuple(Gate),
+    default_threshold=1.0,
+    kv_layout="last_exited",
+    block_size=16,
+    num_blocks=65,
+    kv_bytes_per_token=1,
+    max_model_len=256,
+    boundary_layers=0,
+    buckets=(1, 2, 4, 8, 16, 32, 64),
+    device="cpu",
+    dtype="float32",
+)
+
+
+def changed(info: EngineInfo, **changes: object) -> EngineInfo:
+    return EngineInfo(**{name: getattr(info, name) for name in info.__struct_fields__} | changes)
+
+
+def test_defaults_follow_the_model() -> None:
+    """S = W // 8; K = 1 without boundary layers, W // 4 with them; both at least 1."""
+    one = SchedulerConfig.resolve(EngineConfig(max_num_seqs=64), INFO)
+    assert (one.min_free_slots, one.min_coda_batch, one.usable_blocks) == (8, 1, 64)
+    assert SchedulerConfig.resolve(EngineConfig(max_num_seqs=64), changed(INFO, boundary_layers=4)).min_coda_batch == 16
+    tiny = SchedulerConfig.resolve(EngineConfig(max_num_seqs=2), changed(INFO, boundary_layers=4))
+    assert (tiny.min_free_slots, tiny.min_coda_batch) == (1, 1)
+    assert SchedulerConfig.resolve(EngineConfig(max_num_seqs=64, min_coda_batch=5), INFO).min_coda_batch == 5
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"buckets": (1, 2, 4)}, "largest bucket 4"),
+        ({"buckets": ()}, "buckets"),
+        ({"buckets": (4, 2, 64)}, "buckets"),
+        ({"num_blocks": 1}, "kv-blocks"),
+        ({"max_model_len": 1}, "max-model-len"),
+        ({"kv_layout": "depth_indexed", "default_gate": Gate.LOOKAHEAD}, "depth_indexed cannot serve gate lookahead"),
+    ],
+)
+def test_contradictions_are_config_errors(info: dict, says: str) -> None:
+    """What only shows once the worker is known; the process turns it into exit code 2."""
+    with pytest.raises(ConfigError, match=says):
+        SchedulerConfig.resolve(EngineConfig(max_num_seqs=64), changed(INFO, **info))
