@@ -5,6 +5,7 @@ Semantics of vLLM: logits / temperature, then top-k, top-p, min-p on what is lef
 neither neighbours nor batch shape can change a draw. Fixed shapes, no host synchronisation. Knows nothing of slots.
 """
 
+import numpy as np
 import torch
 from depthbatch.worker.hashing import uniform
 from depthbatch.worker.slots import SlotParams
@@ -36,18 +37,29 @@ def sample_tokens(logits: Tensor, params: SlotParams, positions: Tensor, filtere
 
 
 def _filter(weights: Tensor, params: SlotParams) -> Tensor:
-    """Zeroes what top-k, then top-p, then min-p leave out; the likeliest token always stays. fp32 [N, V]."""
+    """Zeroes what top-k, then top-p, then min-p leave out; the likeliest token always stays. fp32 [N, V].
+
+    Each filter keeps a head of the descending order, so together they keep what is at least the last weight kept.
+    Cutting by value needs the sorted values alone, and treats equal weights alike whatever the sort does with them.
+    """
+    ordered = _descending(weights)
     vocab = weights.shape[1]
-    ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, dtype=torch.int32, device=weights.device)
     top_k = torch.where(params.top_k > 0, params.top_k, vocab).unsqueeze(1)
-    ordered = torch.where(rank < top_k, ordered, 0.0)
-    above = ordered.cumsum(-1, dtype=torch.float64) - ordered  # weight of all likelier tokens
-    total = ordered.sum(-1, keepdim=True, dtype=torch.float64)
+    head = torch.where(rank < top_k, ordered, 0.0)
+    above = head.cumsum(-1, dtype=torch.float64) - head  # weight of all likelier tokens
+    total = head.sum(-1, keepdim=True, dtype=torch.float64)
     top_p = params.top_p.unsqueeze(1)
-    keep = ((above < top_p * total) | (top_p >= 1.0)) & (ordered >= params.min_p.unsqueeze(1))
-    keep = keep | (rank == 0)
-    return torch.zeros_like(weights).scatter_(-1, order, torch.where(keep, ordered, 0.0))
+    kept = (rank < top_k) & ((above < top_p * total) | (top_p >= 1.0)) & (ordered >= params.min_p.unsqueeze(1))
+    last = (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
+    return torch.where(weights >= ordered.gather(1, last), weights, 0.0)
+
+
+def _descending(weights: Tensor) -> Tensor:
+    """The values of each row, largest first. On the CPU by numpy, whose vectorised sort takes a quarter of the time."""
+    if weights.device.type == "cpu":
+        return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+    return torch.sort(weights, dim=-1, descending=True).values
 
 
 def _inverse_cdf(weights: Tensor, number: Tensor) -> Tensor:
