@@ -6,6 +6,7 @@ missing wait between lanes gives wrong numbers instead of luck.
 
 import random
 from collections import deque
+from threading import RLock
 
 import torch
 from depthbatch.worker.accelerator import Lane, Mark, Work
@@ -28,14 +29,16 @@ class AdverseAccelerator:
         self._random = random.Random(seed)
         self._lanes: list[deque[tuple[str, object]]] = [deque() for _ in Lane]
         self._now_s = 0.0
+        self._lock = RLock()  # the watching thread advances lanes too
 
     def host_buffer(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
     def submit(self, lane: Lane, work: Work) -> None:
-        self._lanes[lane].append(("work", work))
-        for _ in range(self._random.choice((0, 0, 0, 1, 4))):
-            self._advance()
+        with self._lock:
+            self._lanes[lane].append(("work", work))
+            for _ in range(self._random.choice((0, 0, 0, 1, 4))):
+                self._advance()
 
     def mark(self, lane: Lane) -> Mark:
         point = Point()
@@ -47,8 +50,11 @@ class AdverseAccelerator:
 
     def wait(self, mark: Mark) -> None:
         assert isinstance(mark, Point)
-        while mark.passed_s is None:
-            assert self._advance(), "the host waits for something that no lane will ever do"
+        while True:
+            with self._lock:
+                if mark.passed_s is not None:
+                    return
+                assert self._advance(), "the host waits for something that no lane will ever do"
 
     def passed_s(self, mark: Mark) -> float:
         assert isinstance(mark, Point) and mark.passed_s is not None, "asked for the time of a mark that has not passed"

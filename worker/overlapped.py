@@ -11,6 +11,7 @@ so a stage's input may be uploaded and the last stage's results downloaded while
 only after its stage was read; the ring is deeper than the stages in flight. Knows nothing of sockets or policy.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.accelerator import Accelerator, Lane, Mark, Work
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageError, StageLimits, check_stage
+from depthbatch.worker.completions import CompletionWatch
 from depthbatch.worker.models.interface import ModelSpec
 from depthbatch.worker.prefill_input import PrefillInput, sampled_sequences
 from depthbatch.worker.runner import Runner
@@ -66,7 +68,6 @@ class RingEntry:
     header: StageBatch | None = None  # None: free
     started: Mark | None = None
     ended: Mark | None = None
-    downloaded: Mark | None = None
     count: int = 0  # results the host wants
 
 
@@ -84,6 +85,8 @@ class OverlappedRunner(Runner):
         self._ring = deque(self._new_entry(words, max(*limits.buckets, rows)) for _ in range(RING_DEPTH))
         self._launched: deque[RingEntry] = deque()
         self._graphs = self._capture_all()
+        self._watch = CompletionWatch(accelerator)
+        self.completions = self._watch.descriptor
 
     def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> InFlight:
         check_stage(header, frame, slot_params, self.limits)
@@ -101,17 +104,20 @@ class OverlappedRunner(Runner):
         if entry.count:
             source, target = entry.results[: entry.count], entry.results_host[: entry.count]
             accelerator.submit(Lane.DOWNLOAD, partial(target.copy_, source, non_blocking=True))
-        entry.downloaded = accelerator.mark(Lane.DOWNLOAD)
         self._launched.append(entry)
-        return InFlight(header.step_id, 0.0, 0.0, StageOutput(NO_TOKENS, NO_FLAGS))
+        self._watch.add(header.step_id, accelerator.mark(Lane.DOWNLOAD))
+        return InFlight(header.step_id, 0.0, math.inf, StageOutput(NO_TOKENS, NO_FLAGS))
+
+    def finished(self, stage: InFlight) -> bool:
+        return self._watch.passed(stage.step_id)
 
     def read(self, stage: InFlight) -> StageDone:
         entry = self._launched.popleft()
-        header, started, ended, downloaded = entry.header, entry.started, entry.ended, entry.downloaded
-        assert header is not None and started is not None and ended is not None and downloaded is not None
+        header, started, ended = entry.header, entry.started, entry.ended
+        assert header is not None and started is not None and ended is not None
         if header.step_id != stage.step_id:
             raise StageError(f"stage {stage.step_id} read before stage {header.step_id}")
-        self._accelerator.wait(downloaded)
+        self._watch.wait(stage.step_id)
         values = entry.results_host[: entry.count].numpy().copy()
         entry.header = None
         if header.stage == Stage.CORE:

@@ -11,7 +11,7 @@ import signal
 import time
 from collections import deque
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
@@ -45,8 +45,9 @@ class WorkerLink(Dealer):
     def on_decode_error(self, peer: bytes, error: DecodeError) -> None:
         raise error
 
-    def wait(self, until_s: float) -> bool:
-        """Blocks until a command is there (True) or the clock says ``until_s`` (False)."""
+    def wait(self, until_s: float, completions: int | None) -> bool:
+        """Blocks until a command is there (True), or the clock says ``until_s`` or a stage has finished (False)."""
+        descriptors: list[Any] = [self.socket] if completions is None else [self.socket, completions]
         while True:
             # The descriptor only signals changes, so the state is asked for before every sleep.
             if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -55,7 +56,10 @@ class WorkerLink(Dealer):
             if left_s <= 0:
                 return False
             if left_s > SPIN_S:
-                select.select([self.socket], [], [], left_s - SPIN_S)
+                readable, _, _ = select.select(descriptors, [], [], left_s - SPIN_S)
+                if completions is not None and completions in readable:
+                    os.eventfd_read(completions)
+                    return False
 
 
 class Launched(NamedTuple):
@@ -80,7 +84,7 @@ class WorkerLoop:
         while True:
             self._send_finished()
             self._heartbeat()
-            if not self._link.wait(self._wake_s()):
+            if not self._link.wait(self._wake_s(), self._runner.completions):
                 continue
             received = self._link.receive()
             if received is None:
@@ -104,7 +108,7 @@ class WorkerLoop:
         self._in_flight.append(Launched(self._runner.launch(header, frame, slot_params), header.after_no_work))
 
     def _send_finished(self) -> None:
-        while self._in_flight and self._in_flight[0].stage.ready_s <= time.monotonic():
+        while self._in_flight and self._runner.finished(self._in_flight[0].stage):
             self._send_oldest()
 
     def _send_oldest(self) -> None:

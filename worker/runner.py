@@ -20,6 +20,8 @@ from depthbatch.worker.stages import Sampler, Stages
 class Runner:
     """Runs stages eagerly over static buffers. On the CPU a launch computes, and reading takes no time."""
 
+    completions: int | None = None
+
     def __init__(self, stages: Stages, limits: StageLimits, device: torch.device) -> None:
         self.stages = stages
         self.limits = limits
@@ -39,6 +41,9 @@ class Runner:
                 self._set_params(slot_params.reshape(-1, SLOT_PARAM_FIELDS))
             output = self._execute(header, frame)
         return InFlight(header.step_id, start, 0.0, output)
+
+    def finished(self, stage: InFlight) -> bool:
+        return True
 
     def read(self, stage: InFlight) -> StageDone:
         return StageDone(stage.step_id, stage.start_s, time.monotonic(), stage.output)

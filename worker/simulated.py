@@ -87,6 +87,8 @@ def simulated_info(config: EngineConfig, profile: DeviceProfile) -> EngineInfo:
 class SimulatedRunner:
     """StageRunner that only lets time pass. The caller waits; ``read`` expects the stage's end to have come."""
 
+    completions: int | None = None
+
     def __init__(self, profile: DeviceProfile, info: EngineInfo, max_num_seqs: int) -> None:
         self.limits = StageLimits(
             num_slots=max_num_seqs,
@@ -110,6 +112,9 @@ class SimulatedRunner:
         start_s = max(arrived_s, self._end_s)
         self._end_s = start_s + self._seconds(header, frame)
         return InFlight(header.step_id, start_s, self._end_s, self._output(header, frame))
+
+    def finished(self, stage: InFlight) -> bool:
+        return stage.ready_s <= time.monotonic()
 
     def read(self, stage: InFlight) -> StageDone:
         now_s = time.monotonic()

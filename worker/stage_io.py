@@ -28,7 +28,7 @@ class InFlight(NamedTuple):
 
     step_id: int
     start_s: float
-    ready_s: float  # from when reading it does not wait; 0 = now
+    ready_s: float  # when it will be finished; 0 = it is, infinity = the runner's ``completions`` tells
     output: StageOutput
 
 
@@ -45,6 +45,11 @@ class StageRunner(Protocol):
     """A device that runs stages."""
 
     limits: StageLimits
+    completions: int | None  # descriptor that is readable after a stage finished; None: InFlight.ready_s says when
+
+    def finished(self, stage: InFlight) -> bool:
+        """Whether reading ``stage`` would not wait."""
+        ...
 
     def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> InFlight:
         """Starts a stage. Raises StageError when it does not fit this worker."""

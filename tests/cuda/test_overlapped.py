@@ -1,7 +1,9 @@
 """The overlapped runner (graphs, staging ring, three streams) against the plain one, on an adverse accelerator."""
 
+import select
 from collections import deque
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, StageResult, Submit, TokenEvent
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker.accelerator import Lane
 from depthbatch.worker.build import assemble
+from depthbatch.worker.completions import CompletionWatch
 from depthbatch.worker.device import resolve_device
 from depthbatch.worker.loader import load_model
 from depthbatch.worker.overlapped import OverlappedRunner
@@ -112,3 +116,33 @@ def test_captures_every_form_of_every_bucket() -> None:
     overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(0), 1024)
     captured = {(form.stage, bucket) for form, bucket in overlapped._graphs}
     assert captured == {(s, b) for s in (Stage.PRELUDE, Stage.CORE, Stage.CODA) for b in built.runner.limits.buckets}
+
+
+def test_completions_wake_a_sleeping_loop() -> None:
+    """The worker's loop sleeps on a descriptor while the device works: it becomes readable when a stage has finished,
+    and only then is the stage called finished."""
+    accelerator = AdverseAccelerator(1)
+    watch = CompletionWatch(accelerator)
+    gate = Event()
+    accelerator._lanes[Lane.COMPUTE].append(("work", gate.wait))
+    assert select.select([watch.descriptor], [], [], 0)[0] == []
+    watch.add(7, accelerator.mark(Lane.COMPUTE))
+    assert not watch.passed(7)
+    gate.set()
+    watch.wait(7)
+    assert select.select([watch.descriptor], [], [], 5)[0] == [watch.descriptor]
+    assert watch.passed(7) and not watch.passed(8)
+
+
+def test_a_device_fault_reaches_whoever_reads() -> None:
+    """An error of the device surfaces at the next read; it must not leave the loop waiting for ever."""
+    accelerator = AdverseAccelerator(1)
+    watch = CompletionWatch(accelerator)
+
+    def fault() -> None:
+        raise RuntimeError("illegal memory access")
+
+    accelerator._lanes[Lane.COMPUTE].append(("work", fault))
+    watch.add(1, accelerator.mark(Lane.COMPUTE))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        watch.wait(1)
