@@ -16,9 +16,10 @@ from depthbatch.worker.attention.interface import (
     PrefillRows,
     Rotation,
 )
-from depthbatch.worker.attention.sdpa import allocate_caches
+from depthbatch.worker.attention.sdpa import cache_shapes
 from depthbatch.worker.blocks import BlockStack
 from depthbatch.worker.kernels.library import Kernels
+from depthbatch.worker.kernels.memory import zeros_on_large_pages
 from depthbatch.worker.kernels.structs import (
     ROPE_INTERLEAVED,
     ROPE_NONE,
@@ -40,7 +41,9 @@ class CpuAttention(AttentionBackend):
         super().__init__(geometry)
         if (problem := unsupported(geometry)) is not None:
             raise ConfigError(problem)
-        self.k_cache, self.v_cache = allocate_caches(geometry), allocate_caches(geometry)
+        shapes = cache_shapes(geometry)
+        self.k_cache = [zeros_on_large_pages(shape, geometry.dtype) for shape in shapes]
+        self.v_cache = [zeros_on_large_pages(shape, geometry.dtype) for shape in shapes]
         self._kernels = kernels.by_type[geometry.dtype]
         self._fused: dict[
             int, tuple[BlockStack, FusedStack | None]

@@ -15,7 +15,7 @@ class SdpaAttention(AttentionBackend):
 
     def __init__(self, geometry: CacheGeometry) -> None:
         super().__init__(geometry)
-        self.k_cache, self.v_cache = allocate_caches(geometry), allocate_caches(geometry)
+        self.k_cache, self.v_cache = _allocate(geometry), _allocate(geometry)
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: DecodeRows) -> Tensor:
         """See the interface; the mask is the only thing that differs between rows of unequal length."""
@@ -97,13 +97,11 @@ class SdpaAttention(AttentionBackend):
         return taken.transpose(1, 2).flatten(2, 3)
 
 
-def allocate_caches(geometry: CacheGeometry) -> list[Tensor]:
-    """One zeroed [num_blocks * planes, Hkv, block_size, Dh] a layer; zeros, since masked scores times NaN are NaN."""
-    return [
-        torch.zeros(
-            (geometry.num_blocks * planes, geometry.num_kv_heads, geometry.block_size, geometry.head_dim),
-            dtype=geometry.dtype,
-            device=geometry.device,
-        )
-        for planes in geometry.planes
-    ]
+def _allocate(geometry: CacheGeometry) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=geometry.dtype, device=geometry.device) for shape in cache_shapes(geometry)]
+
+
+def cache_shapes(geometry: CacheGeometry) -> list[tuple[int, int, int, int]]:
+    """Shape of K, and of V, of every layer. They start as zeros, since a masked score times NaN is NaN."""
+    g = geometry
+    return [(g.num_blocks * planes, g.num_kv_heads, g.block_size, g.head_dim) for planes in g.planes]

@@ -1,13 +1,17 @@
 """Chooses the attention backend of a device. Knows which backends exist, nothing of how they work."""
 
+from importlib.util import find_spec
+
 import torch
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention.cpu import CpuAttention, unsupported
+from depthbatch.worker.attention.flash_library import find_flash_library
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry
+from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.kernels.library import cpu_kernels
 
-BACKENDS = ("cpu", "sdpa")
+BACKENDS = ("cpu", "flash", "triton", "sdpa")
 
 
 def select_backend(geometry: CacheGeometry, name: str | None = None) -> AttentionBackend:
@@ -17,6 +21,8 @@ def select_backend(geometry: CacheGeometry, name: str | None = None) -> Attentio
     """
     if name == "sdpa":
         return SdpaAttention(geometry)
+    if name in ("flash", "triton"):
+        return _gpu_backend(geometry, name)
     if name == "cpu":
         kernels = cpu_kernels()
         if kernels is None:
@@ -24,11 +30,37 @@ def select_backend(geometry: CacheGeometry, name: str | None = None) -> Attentio
         return CpuAttention(geometry, kernels)
     if name is not None:
         raise ConfigError(f"unknown attention backend {name!r}; choose from {', '.join(BACKENDS)}")
+    if geometry.device.type == "cuda":
+        return _fastest_on_gpu(geometry)
     if unsupported(geometry) is None and (kernels := cpu_kernels()) is not None:
         return CpuAttention(geometry, kernels)
     return SdpaAttention(geometry)
 
 
-def default_block_size(device: torch.device) -> int:
-    """Tokens a KV block: 16 for the CPU kernels, for Triton and for FlashAttention 3."""
+def _fastest_on_gpu(geometry: CacheGeometry) -> AttentionBackend:
+    """FlashAttention where it is installed and takes the dtype and page size, then Triton, then gather and SDPA."""
+    half = geometry.dtype in (torch.bfloat16, torch.float16)
+    library = find_flash_library() if half else None
+    if library is not None and geometry.block_size % library.block_size == 0:
+        return FlashAttention(geometry, library)
+    return TritonAttention(geometry) if find_spec("triton") else SdpaAttention(geometry)
+
+
+def _gpu_backend(geometry: CacheGeometry, name: str) -> AttentionBackend:
+    if name == "triton":
+        if not find_spec("triton"):
+            raise ConfigError("attention backend 'triton' needs the package triton, which is not installed")
+        return TritonAttention(geometry)
+    library = find_flash_library() if geometry.device.type == "cuda" else None
+    if library is None:
+        raise ConfigError("attention backend 'flash' needs a GPU and flash-attn or FlashAttention 3, not found here")
+    if geometry.block_size % library.block_size:
+        raise ConfigError(f"block_size {geometry.block_size}: FlashAttention needs a multiple of {library.block_size}")
+    return FlashAttention(geometry, library)
+
+
+def default_block_size(device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens a KV block: 16 for the CPU kernels, Triton and FlashAttention 3; 256 for FlashAttention 2."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and (library := find_flash_library()):
+        return library.block_size
     return 16

@@ -16,8 +16,10 @@ INLINE vf NAME(load_tail)(const T *p) { /* 8 elements, the upper lanes 0 */
     return LOAD(wide);
 }
 
-/* Dot products of q with the 16 keys of a tile; keys beyond n repeat key 0 (their scores are masked later). */
-INLINE vf NAME(scores)(const T *q, const T *k, int n, int dh) {
+/* Dot products of q with the 16 keys of a tile; keys beyond n repeat key 0 (their scores are masked later).
+ * Each line of the next block is asked for, into the second-level cache, as its counterpart here is read: requests
+ * come no faster than they can be served. */
+INLINE vf NAME(scores)(const T *q, const T *k, const T *next, int n, int dh) {
     float s[LANES];
     int d = 0;
 #ifdef __AVX512F__
@@ -31,13 +33,19 @@ INLINE vf NAME(scores)(const T *q, const T *k, int n, int dh) {
     for (; d + 32 <= dh; d += 32) {
         __m512bh qd = (__m512bh)_mm512_loadu_si512(q + d);
 #pragma GCC unroll 16
-        for (int t = 0; t < TILE; t++) acc[t] = _mm512_dpbf16_ps(acc[t], (__m512bh)_mm512_loadu_si512(key[t] + d), qd);
+        for (int t = 0; t < TILE; t++) {
+            acc[t] = _mm512_dpbf16_ps(acc[t], (__m512bh)_mm512_loadu_si512(key[t] + d), qd);
+            __builtin_prefetch(next + t * dh + d, 0, 2);
+        }
     }
 #endif
     for (; d + LANES <= dh; d += LANES) {
         vf qd = LOAD(q + d);
 #pragma GCC unroll 16
-        for (int t = 0; t < TILE; t++) acc[t] = (__m512)((vf)acc[t] + LOAD(key[t] + d) * qd);
+        for (int t = 0; t < TILE; t++) {
+            acc[t] = (__m512)((vf)acc[t] + LOAD(key[t] + d) * qd);
+            if (sizeof(T) == 4) __builtin_prefetch(next + t * dh + d, 0, 2);
+        }
     }
     if (d < dh) {
         vf qd = NAME(load_tail)(q + d);
@@ -52,6 +60,7 @@ INLINE vf NAME(scores)(const T *q, const T *k, int n, int dh) {
             continue;
         }
         const T *key = k + t * dh;
+        __builtin_prefetch(next + t * dh, 0, 2);
         vf acc = splat(0.0f);
         for (d = 0; d + LANES <= dh; d += LANES) acc += LOAD(key + d) * LOAD(q + d);
         if (d < dh) acc += NAME(load_tail)(key + d) * NAME(load_tail)(q + d);
@@ -62,17 +71,22 @@ INLINE vf NAME(scores)(const T *q, const T *k, int n, int dh) {
 }
 
 /* acc [Dh] += sum over t < n of p[t] * v[t]. Tokens beyond n are not read: stale memory may hold a NaN. */
-INLINE void NAME(accumulate)(float *acc, const float *p, const T *v, int n, int dh) {
+INLINE void NAME(accumulate)(float *acc, vf weights, const T *v, const T *next, int n, int dh) {
     int d = 0;
+    float p[LANES];
+    store_f32(p, weights);
 #ifdef DOT_BF16
-    uint32_t pairs[TILE / 2];
-    for (int t = 0; t < TILE / 2; t++) pairs[t] = (uint32_t)narrow(p[2 * t]) | ((uint32_t)narrow(p[2 * t + 1]) << 16);
+    int32_t pairs[TILE / 2];
+    _mm256_storeu_si256((__m256i *)pairs, (__m256i)_mm512_cvtneps_pbh((__m512)weights));
     for (; d + 32 <= dh; d += 32) {
         __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
+#pragma GCC unroll 8
         for (int t = 0; t < n; t += 2) {
+            __builtin_prefetch(next + t * dh + d, 0, 2);
+            __builtin_prefetch(next + (t + 1) * dh + d, 0, 2);
             __m512i v0 = _mm512_loadu_si512(v + t * dh + d);
             __m512i v1 = t + 1 < n ? _mm512_loadu_si512(v + (t + 1) * dh + d) : _mm512_setzero_si512();
-            __m512bh pp = (__m512bh)_mm512_set1_epi32((int)pairs[t / 2]);
+            __m512bh pp = (__m512bh)_mm512_set1_epi32(pairs[t / 2]);
             low = _mm512_dpbf16_ps(low, (__m512bh)_mm512_unpacklo_epi16(v0, v1), pp);
             high = _mm512_dpbf16_ps(high, (__m512bh)_mm512_unpackhi_epi16(v0, v1), pp);
         }
@@ -87,6 +101,8 @@ INLINE void NAME(accumulate)(float *acc, const float *p, const T *v, int n, int 
         vf a0 = load_f32(acc + d), a1 = load_f32(acc + d + 16), a2 = load_f32(acc + d + 32), a3 = load_f32(acc + d + 48);
         for (int t = 0; t < n; t++) {
             const T *row = v + t * dh + d;
+            __builtin_prefetch(next + t * dh + d, 0, 2);
+            __builtin_prefetch(next + t * dh + d + 2 * LANES, 0, 2);
             vf pt = splat(p[t]);
             a0 += pt * LOAD(row);
             a1 += pt * LOAD(row + 16);
@@ -110,11 +126,14 @@ INLINE void NAME(accumulate)(float *acc, const float *p, const T *v, int n, int 
     }
 }
 
-/* One tile of n tokens for one query: online softmax. */
-INLINE void NAME(tile)(const T *q, float *acc, float *m, float *l, const T *k, const T *v, int n, int dh, float scale) {
+/* One tile of n tokens for one query: online softmax. next_k, next_v: the same place in the next block. */
+INLINE void NAME(tile)(
+    const T *q, float *acc, float *m, float *l, const T *k, const T *v, const T *next_k, const T *next_v, int n, int dh,
+    float scale
+) {
     static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vi valid = load_f32(lane) < (float)n;
-    vf s = blend(valid, NAME(scores)(q, k, n, dh) * scale, splat(-INFINITY));
+    vf s = blend(valid, NAME(scores)(q, k, next_k, n, dh) * scale, splat(-INFINITY));
     float top = hmax(s);
     if (top > *m) {
         float shrink = *m == -INFINITY ? 0.0f : vexp(splat(*m - top))[0];
@@ -123,15 +142,13 @@ INLINE void NAME(tile)(const T *q, float *acc, float *m, float *l, const T *k, c
         *l *= shrink;
         *m = top;
     }
-    float p[LANES];
     vf weights = blend(valid, vexp(s - *m), splat(0.0f));
-    store_f32(p, weights);
     *l += hsum(weights);
-    NAME(accumulate)(acc, p, v, n, dh);
-}
-
-INLINE void NAME(prefetch)(const T *p, int64_t elements) {
-    for (int64_t i = 0; i < elements; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(p + i, 0, 3);
+    if (n == TILE) {
+        NAME(accumulate)(acc, weights, v, next_v, TILE, dh);
+    } else {
+        NAME(accumulate)(acc, weights, v, next_v, n, dh);
+    }
 }
 
 /* dst [Dh] = rotate(src [Dh] + bias), rounded to T after the bias and at the end, as the plain operators do. */
@@ -174,56 +191,77 @@ INLINE void NAME(append)(const LayerArgs *layer, const RowArgs *rows, const Call
     memcpy((T *)layer->v_cache + at, (const T *)call->v + row * call->v_stride + head * dh, dh * sizeof(T));
 }
 
-/* Queries of `count` rows starting at `row` (consecutive positions of one slot) for kv head `head`. */
-INLINE void NAME(attend_run)(
-    const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, int64_t row, int count, int64_t head, float *scratch
+/* State of the queries of `count` rows from `row` and `num_heads` kv heads from `head`: [num_heads, count, group]. */
+INLINE void NAME(start_run)(
+    const LayerArgs *layer, const CallArgs *call, const NAME(Run) * run, int64_t row, int count, int64_t head, int num_heads
 ) {
-    const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group;
-    NAME(Run) run = {(T *)scratch, scratch + queries * dh, scratch + 2 * queries * dh, scratch + 2 * queries * dh + queries};
-    for (int c = 0; c < count; c++) {
-        const float *cos = call->cos + (row + c) * (dh / 2), *sin = call->sin + (row + c) * (dh / 2);
-        for (int g = 0; g < group; g++) {
-            int64_t h = head * group + g;
-            const T *q = (const T *)call->q + (row + c) * call->q_stride + h * dh;
-            const T *bias = call->q_bias ? (const T *)call->q_bias + h * dh : NULL;
-            NAME(rotate)(run.q + (c * group + g) * dh, q, bias, cos, sin, call->rope, dh);
-        }
-    }
-    memset(run.acc, 0, sizeof(float) * queries * dh);
+    const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group * num_heads;
     for (int i = 0; i < queries; i++) {
-        run.m[i] = -INFINITY;
-        run.l[i] = 0.0f;
+        const int64_t r = row + i / group % count, h = (head + i / (group * count)) * group + i % group;
+        const T *q = (const T *)call->q + r * call->q_stride + h * dh;
+        const T *bias = call->q_bias ? (const T *)call->q_bias + h * dh : NULL;
+        NAME(rotate)(run->q + i * dh, q, bias, call->cos + r * (dh / 2), call->sin + r * (dh / 2), call->rope, dh);
+        run->m[i] = -INFINITY;
+        run->l[i] = 0.0f;
     }
+    memset(run->acc, 0, sizeof(float) * queries * dh);
+}
+
+/* Writes acc / l of every query to the output. */
+INLINE void NAME(finish_run)(
+    const LayerArgs *layer, const CallArgs *call, const NAME(Run) * run, int64_t row, int count, int64_t head, int num_heads
+) {
+    const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group * num_heads;
+    for (int i = 0; i < queries; i++) {
+        const int64_t r = row + i / group % count, h = (head + i / (group * count)) * group + i % group;
+        T *out = (T *)call->out + r * call->out_stride + h * dh;
+        const float *acc = run->acc + i * dh;
+        const float inverse = 1.0f / run->l[i];
+        int d = 0;
+        for (; d + LANES <= dh; d += LANES) STORE(out + d, load_f32(acc + d) * inverse);
+        for (; d < dh; d++) PUT(out + d, acc[d] * inverse);
+    }
+}
+
+/* `count` rows from `row` (consecutive positions of one slot), kv heads head .. head + num_heads - 1. Heads of a block
+ * are neighbours in memory, so a block is read as one stream. */
+INLINE void NAME(attend_run)(
+    const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, int64_t row, int count, int64_t head, int num_heads,
+    float *scratch
+) {
+    const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group * num_heads;
+    const NAME(Run) run = {
+        (T *)scratch, scratch + queries * dh, scratch + 2 * queries * dh, scratch + 2 * queries * dh + queries
+    };
+    NAME(start_run)(layer, call, &run, row, count, head, num_heads);
     const int64_t first = rows->positions[row], last = first + count - 1, size = layer->block_size;
-    int64_t next = tile_offset(layer, physical_block(layer, rows, row, 0), head);
+    int64_t next_block = tile_offset(layer, physical_block(layer, rows, row, 0), head);
     for (int64_t start = 0; start <= last; start += size) {
-        const int64_t at = next;
+        const int64_t block = next_block;
         if (start + size <= last) {
-            next = tile_offset(layer, physical_block(layer, rows, row, start / size + 1), head);
-            NAME(prefetch)((const T *)layer->k_cache + next, size * dh);
-            NAME(prefetch)((const T *)layer->v_cache + next, size * dh);
+            next_block = tile_offset(layer, physical_block(layer, rows, row, start / size + 1), head);
+        } else if (row + count < rows->num_rows) { /* most likely what this thread reads next */
+            next_block = tile_offset(layer, physical_block(layer, rows, row + count, 0), head);
         }
-        for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
-            const T *k = (const T *)layer->k_cache + at + t * dh, *v = (const T *)layer->v_cache + at + t * dh;
-            for (int c = 0; c < count; c++) {
-                int64_t n = first + c + 1 - (start + t); /* tokens of this tile that the query may see */
-                if (n <= 0) continue;
-                n = n > TILE ? TILE : n;
-                n = n > size - t ? size - t : n;
-                for (int i = c * group; i < (c + 1) * group; i++)
-                    NAME(tile)(run.q + i * dh, run.acc + i * dh, run.m + i, run.l + i, k, v, (int)n, dh, layer->scale);
+        for (int h = 0; h < num_heads; h++) {
+            for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
+                const int64_t at = block + (h * size + t) * dh, next = next_block + (h * size + t) * dh;
+                for (int c = 0; c < count; c++) {
+                    int64_t n = first + c + 1 - (start + t); /* tokens of this tile that the query may see */
+                    if (n <= 0) continue;
+                    n = n > TILE ? TILE : n;
+                    n = n > size - t ? size - t : n;
+                    for (int i = (h * count + c) * group; i < (h * count + c + 1) * group; i++)
+                        NAME(tile)(
+                            run.q + i * dh, run.acc + i * dh, run.m + i, run.l + i, (const T *)layer->k_cache + at,
+                            (const T *)layer->v_cache + at, (const T *)layer->k_cache + next,
+                            (const T *)layer->v_cache + next, (int)n, dh, layer->scale
+                        );
+                }
             }
         }
     }
-    for (int c = 0; c < count; c++)
-        for (int g = 0; g < group; g++) {
-            T *out = (T *)call->out + (row + c) * call->out_stride + (head * group + g) * dh;
-            const float *acc = run.acc + (c * group + g) * dh;
-            float inverse = 1.0f / run.l[c * group + g];
-            int d = 0;
-            for (; d + LANES <= dh; d += LANES) STORE(out + d, load_f32(acc + d) * inverse);
-            for (; d < dh; d++) PUT(out + d, acc[d] * inverse);
-        }
+    NAME(finish_run)(layer, call, &run, row, count, head, num_heads);
 }
 
 /* Rows row, row + 1, ... that continue the sequence of `row`, at most MAX_RUN. */
@@ -240,22 +278,25 @@ void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallAr
     const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
     const int group = layer->num_heads / layer->num_kv_heads, dh = layer->head_dim;
     const int shared = rows->rows_share_slots, stride = shared ? MAX_RUN : 1;
-    float scratch[MAX_RUN * group * (2 * dh + 2)] __attribute__((aligned(64)));
+    const int64_t runs = (n + stride - 1) / stride;
+    /* A task is a run and a share of the heads: all of them when there are runs enough for every thread. */
+    const int64_t num_heads = shared || runs < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
+    float scratch[stride * group * num_heads * (2 * dh + 2)] __attribute__((aligned(64)));
     if (shared) { /* a row may read what another row appends: all appends first */
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < n; row++)
             for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
     }
     /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. */
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t item = 0; item < (n + stride - 1) / stride * heads; item++) {
-        const int64_t head = item % heads, begin = item / heads * stride;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < runs * shares; task++) {
+        const int64_t head = task % shares * num_heads, begin = task / shares * stride;
         const int64_t end = begin + stride < n ? begin + stride : n;
         for (int64_t row = begin; row < end;) {
             int count = NAME(run_length)(rows, row);
             if (row + count > end) count = (int)(end - row);
-            if (!shared) NAME(append)(layer, rows, call, row, head);
-            NAME(attend_run)(layer, rows, call, row, count, head, scratch);
+            for (int64_t h = head; !shared && h < head + num_heads; h++) NAME(append)(layer, rows, call, row, h);
+            NAME(attend_run)(layer, rows, call, row, count, head, (int)num_heads, scratch);
             row += count;
         }
     }

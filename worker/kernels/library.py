@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.kernels.build import BuildError, library_file
+from depthbatch.worker.kernels.memory import zeros_on_large_pages
 from depthbatch.worker.kernels.structs import F32, I32, I64, PTR
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Kernels:
         """Weight [out, in] in the order the matrix products read it; gated: see gemm.h."""
         out, width = weight.shape
         weight = weight.contiguous()
-        packed = weight.new_empty(self._packed_size(out, width, gated))
+        packed = zeros_on_large_pages((self._packed_size(out, width, gated),), weight.dtype)
         self._pack(packed.data_ptr(), weight.data_ptr(), out, width, weight.element_size(), gated)
         return packed
 

@@ -12,10 +12,22 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #define LANES 16
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+
+/* Threads of the parallel region we are in. */
+INLINE int team_size(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
 
 typedef float vf __attribute__((vector_size(64)));
 typedef float vf_u __attribute__((vector_size(64), aligned(4), may_alias));
