@@ -47,7 +47,7 @@ def run_info(args: argparse.Namespace) -> int:
         bytes_per_token = spec.kv_bytes_per_token(layout)
         request = KVRequest(
             bytes_per_token=bytes_per_token,
-            block_size=config.block_size or default_block_size(device),
+            block_size=config.block_size or default_block_size(device, spec.dtype),
             max_positions=spec.max_positions,
             max_num_seqs=config.max_num_seqs,
             kv_blocks=config.kv_blocks,

@@ -14,6 +14,7 @@ from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo
+from depthbatch.worker.accelerator import CudaAccelerator
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
 from depthbatch.worker.buckets import bucket_sizes
@@ -23,6 +24,7 @@ from depthbatch.worker.device import free_memory, resolve_device, set_threads
 from depthbatch.worker.loader import load_model
 from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
+from depthbatch.worker.overlapped import OverlappedRunner
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.runner import Runner
 from depthbatch.worker.slots import SlotState
@@ -85,7 +87,16 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
         buckets=info.buckets,
     )
     warm_up(stages, device, config.model)
+    if device.type == "cuda":
+        words = largest_prefill_words(config.max_num_batched_tokens, limits)
+        return BuiltRunner(OverlappedRunner(stages, limits, CudaAccelerator(device), words), info)
     return BuiltRunner(Runner(stages, limits, device), info)
+
+
+def largest_prefill_words(max_num_batched_tokens: int, limits: StageLimits) -> int:
+    """int32 of the largest prefill frame: every slot in it, and every block new (common.frames)."""
+    updates = min(limits.num_blocks, limits.num_slots * limits.max_blocks)
+    return 4 * limits.num_slots + max_num_batched_tokens + 3 * updates
 
 
 def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:
@@ -157,7 +168,7 @@ def engine_info(
 def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVPlan:
     request = KVRequest(
         bytes_per_token=spec.kv_bytes_per_token(layout),
-        block_size=config.block_size or default_block_size(device),
+        block_size=config.block_size or default_block_size(device, spec.dtype),
         max_positions=spec.max_positions,
         max_num_seqs=config.max_num_seqs,
         kv_blocks=config.kv_blocks,
