@@ -25,7 +25,7 @@ from depthbatch.scheduler.config import SchedulerConfig
 PROFILES = Path(__file__).resolve().parent / "profiles"
 WIDTHS = (8, 16, 32, 64, 128, 256)
 WORKLOADS = ("alpaca", "sharegpt", "arxiv")
-SHARES_OF_W = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1.0)  # K, besides 1
+SHARES_OF_W = (1 / 4, 1 / 2, 3 / 4, 7 / 8)  # K, besides 1; K = W differs from no-refill by its tail only
 REQUESTS_PER_SLOT = 4  # and at least so many output tokens a cell, that start and end do not rule the result:
 MIN_OUTPUT_TOKENS = 25_000
 _MEAN_OUTPUT = {"alpaca": 60, "sharegpt": 311, "arxiv": 370}

@@ -1,0 +1,194 @@
+"""``depthbatch bench serve``: load with Poisson or Gamma arrivals on a running server, ours or any OpenAI-compatible one.
+
+``--url http://HOST:PORT`` speaks ``/v1/completions`` with streaming and token-id prompts; ``--url ipc://.../api`` (or
+tcp://) speaks our native API, which can also replay recorded exit depths. Keys as of ``vllm bench serve``.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+from depthbatch.benchmarks.arrivals import arrival_times
+from depthbatch.benchmarks.http_stream import Endpoint, Piece, ServerError
+from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.serve_metrics import RequestTimes, parse_goodput, summarise
+from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
+from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.benchmarks.zmq_stream import NativeClient
+from depthbatch.common.errors import ConfigError
+from tqdm import tqdm
+
+_CONNECT_ERRORS = (OSError, ServerError, asyncio.IncompleteReadError, json.JSONDecodeError)
+
+
+class Client(Protocol):
+    """One server, many requests at a time."""
+
+    def stream(self, request: WorkloadRequest, prompt: list[int]) -> AsyncIterator[Piece]:
+        """Sends a request and yields its pieces as they come. Raises ServerError or OSError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class OpenAIClient:
+    """``/v1/completions`` with server-sent events."""
+
+    def __init__(self, endpoint: Endpoint, model: str, extra: dict[str, Any]) -> None:
+        self._endpoint = endpoint
+        self._model = model
+        self._extra = extra
+
+    async def stream(self, request: WorkloadRequest, prompt: list[int]) -> AsyncIterator[Piece]:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": request.output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        } | self._extra
+        async for line in self._endpoint.post_lines("/v1/completions", body):
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(str(event["error"])[:300])
+            if event.get("choices"):
+                yield Piece(tokens=0)
+            if usage := event.get("usage"):
+                yield Piece(tokens=0, total=int(usage["completion_tokens"]))
+
+    async def close(self) -> None:
+        """Connections are closed one by one."""
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Server, workload, arrivals, targets."""
+    parser.add_argument("--url", required=True, help="http(s)://HOST:PORT, or ipc://.../api for the native API")
+    parser.add_argument("--model", default=None, help="model name to ask for (default: the first the server lists)")
+    parser.add_argument("--api-key", default=None)
+    add_workload_arguments(parser, requests=200)
+    parser.add_argument("--r-max", type=int, default=4, help="loops of a full-depth token, for replayed exits")
+    parser.add_argument("--vocab-size", type=int, default=256, help="prompt ids are drawn below this")
+    parser.add_argument(
+        "--request-rate", type=float, default=float("inf"), help="requests a second (default: all at once)"
+    )
+    parser.add_argument("--burstiness", type=float, default=1.0, help="Gamma shape of the intervals; 1 = Poisson")
+    parser.add_argument("--max-concurrency", type=int, default=None, help="most requests at a time")
+    parser.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="targets, e.g. ttft:500 tpot:50")
+    parser.add_argument("--percentiles", type=float, nargs="+", default=[99.0])
+    parser.add_argument("--extra-body", type=json.loads, default={}, help="JSON map of further request fields (http)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Runs the load; exit code 1 when no request succeeded."""
+    targets = parse_goodput(args.goodput)
+    workload = workload_from_arguments(args, args.r_max, args.seed)
+    arrivals = arrival_times(len(workload.requests), args.request_rate, args.burstiness, args.seed)
+    figures = asyncio.run(_run(args, workload, arrivals.tolist()))
+    requests, duration_s, model = figures
+    result = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": "openai" if args.url.startswith("http") else "depthbatch",
+        "model_id": model,
+        "num_prompts": len(requests),
+        "request_rate": args.request_rate if np.isfinite(args.request_rate) else "inf",
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+    } | summarise(requests, duration_s, targets, args.percentiles)
+    write_json(result, args.output)
+    _print_summary(result)
+    errors = {request.error for request in requests if request.error is not None}
+    for error in sorted(errors)[:3]:
+        print(f"failed: {error}", file=sys.stderr)
+    return 0 if result["completed"] else 1
+
+
+async def _run(
+    args: argparse.Namespace, workload: Workload, arrivals: Sequence[float]
+) -> tuple[list[RequestTimes], float, str]:
+    """Times of every request, seconds from the first sending to the last token, and the model's name."""
+    client: Client
+    if args.url.startswith("http"):
+        endpoint = Endpoint(args.url, args.api_key)
+        model = args.model or await _first_model(endpoint)
+        client = OpenAIClient(endpoint, model, args.extra_body)
+    else:
+        model = args.model or "native"
+        client = NativeClient(args.url)
+    try:
+        start_s = time.perf_counter()
+        requests = await send_all(client, workload, arrivals, args.max_concurrency, args.vocab_size)
+        duration_s = time.perf_counter() - start_s
+    finally:
+        await client.close()
+    return requests, duration_s, model
+
+
+async def _first_model(endpoint: Endpoint) -> str:
+    try:
+        return str((await endpoint.get_json("/v1/models"))["data"][0]["id"])
+    except (*_CONNECT_ERRORS, KeyError, IndexError) as error:
+        raise ConfigError(f"url: no model list from {endpoint.host}:{endpoint.port} ({error})") from None
+
+
+async def send_all(
+    client: Client, workload: Workload, arrivals: Sequence[float], max_concurrency: int | None, vocab_size: int
+) -> list[RequestTimes]:
+    """Sends every request at its time, whether or not earlier ones have been answered (an open loop), except as
+    ``max_concurrency`` holds it back."""
+    limit = asyncio.Semaphore(max_concurrency or len(workload.requests))
+    start_s = time.perf_counter()
+    with tqdm(total=len(workload.requests), unit="req", file=sys.stderr, mininterval=1.0) as bar:
+
+        async def send(index: int, request: WorkloadRequest) -> RequestTimes:
+            prompt = request.prompt(index, vocab_size).tolist()
+            await asyncio.sleep(max(0.0, start_s + arrivals[index] - time.perf_counter()))
+            async with limit:
+                times = await _follow(client, request, prompt)
+            bar.update()
+            return times
+
+        return list(await asyncio.gather(*(send(i, request) for i, request in enumerate(workload.requests))))
+
+
+async def _follow(client: Client, request: WorkloadRequest, prompt: list[int]) -> RequestTimes:
+    times = RequestTimes(len(prompt), time.perf_counter())
+    try:
+        async for piece in client.stream(request, prompt):
+            if piece.total is not None:
+                times.output_tokens = piece.total
+            else:
+                times.piece_s.append(time.perf_counter())
+                times.output_tokens += piece.tokens
+    except _CONNECT_ERRORS as error:
+        times.error = f"{type(error).__name__}: {error}"
+    except zmq.ZMQError as error:
+        times.error = f"ZMQError: {error}"
+    if times.error is None and not times.output_tokens:
+        times.output_tokens = len(times.piece_s)  # no usage: a piece is a token
+    return times
+
+
+def _print_summary(result: dict[str, Any]) -> None:
+    for name in ("completed", "failed", "request_throughput", "output_throughput", "request_goodput"):
+        if result[name] is not None:
+            print(f"{name:<26}{result[name]:>12.2f}", file=sys.stderr)
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        mean, median = result[f"mean_{name}_ms"], result[f"median_{name}_ms"]
+        print(f"{name + ' mean, median (ms)':<26}{mean:>12.1f}{median:>12.1f}", file=sys.stderr)
+    print(f"{'normalized latency (s)':<26}{result['normalized_latency_s']:>12.4f}", file=sys.stderr)
