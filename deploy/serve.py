@@ -1,10 +1,11 @@
 """``depthbatch serve``: the OpenAI-compatible server and the native ZMQ API in the foreground, until SIGTERM."""
 
 import argparse
-import sys
+import dataclasses
+import signal
 
 from depthbatch.common.config import add_config_arguments, add_option_arguments, to_toml
-from depthbatch.common.logging import setup_logging
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.http.settings import HTTP_FIELDS, configs_from_sources
 
 
@@ -23,16 +24,17 @@ def run_serve(args: argparse.Namespace) -> int:
         print(to_toml(engine_config))
         print(to_toml(http_config))
         return 0
-    setup_logging("frontend")
     from depthbatch.frontend.http.server import bind
 
-    listener = bind(http_config)  # before anything is loaded
-    from depthbatch.frontend.async_engine import AsyncEngine
-    from depthbatch.frontend.http.run import run_frontend
+    with bind(http_config) as listener:  # before anything is loaded; the frontend binds the same port in a moment
+        http_config = dataclasses.replace(http_config, port=listener.getsockname()[1])
+    resolve_model_dir(engine_config.model)
+    from depthbatch.deploy.supervision import Supervision
 
-    run_frontend(AsyncEngine.from_config(engine_config), http_config, listener, _announce)
-    return 0
-
-
-def _announce(url: str) -> None:
-    print(f"depthbatch: ready at {url}", file=sys.stderr, flush=True)
+    supervision = Supervision(engine_config, http_config)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, supervision.on_signal)
+        return supervision.run()
+    finally:
+        supervision.close()

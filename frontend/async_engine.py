@@ -17,6 +17,7 @@ from depthbatch.common.errors import DepthbatchError, EngineDeadError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.llm import Prompt, describe, encode_prompt, load_model_tokenizer
@@ -59,16 +60,19 @@ class AsyncEngine:
         self._setup(EngineConfig.from_values({"model": model, **options}), quiet)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, quiet: bool = False) -> "AsyncEngine":
+    def from_config(
+        cls, config: EngineConfig, quiet: bool = False, processes: AttachedProcesses | None = None
+    ) -> "AsyncEngine":
+        """``processes``: scheduler and worker that somebody else runs."""
         engine = cls.__new__(cls)
-        engine._setup(config, quiet)
+        engine._setup(config, quiet, processes)
         return engine
 
-    def _setup(self, config: EngineConfig, quiet: bool) -> None:
+    def _setup(self, config: EngineConfig, quiet: bool, processes: AttachedProcesses | None = None) -> None:
         self.config = config
         self.tokenizer: Tokenizer | None = None
         self._quiet = quiet
-        self._client = EngineClient(config, before_restart=self._unwatch)
+        self._client = EngineClient(config, self._unwatch, processes)
         self._mailboxes: dict[int, Mailbox] = {}  # by internal id
         self._watched: set[int] = set()
         self._changed = asyncio.Event()  # something was polled

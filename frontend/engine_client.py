@@ -38,6 +38,7 @@ from depthbatch.common.messages import (
     Tokens,
 )
 from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, RunDir
+from depthbatch.frontend.attach import AttachedProcess, AttachedProcesses, ForeignRunDir
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
 from depthbatch.frontend.launch import Child, Launcher
 from depthbatch.frontend.output import Update
@@ -63,20 +64,28 @@ class LiveRequest:
 class EngineClient:
     """See the module docstring. Not thread-safe: one thread owns it."""
 
-    def __init__(self, config: EngineConfig, before_restart: Callable[[], None] = lambda: None) -> None:
-        """``before_restart`` is called before descriptors are closed, for event loops that watch them."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        before_restart: Callable[[], None] = lambda: None,
+        processes: AttachedProcesses | None = None,
+    ) -> None:
+        """``before_restart`` is called before descriptors are closed, for event loops that watch them.
+        ``processes``: scheduler and worker that somebody else runs; by default they are started, and ended, here."""
         self.config = config
         self.info: EngineInfo | None = None  # set once the engine has been ready
         self.failure: DepthbatchError | None = None  # set once it is dead for good
         self.stats: SchedulerStats | None = None
-        self._run_dir = RunDir()
+        self._run_dir = RunDir() if processes is None else ForeignRunDir(processes.run_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._launcher = Launcher(config, self._run_dir.path)
+        self._launcher = Launcher(config, self._run_dir.path) if processes is None else processes
         self._link: Dealer | None = None
         self._defaults: RequestDefaults | None = None
-        self._ready = False  # the scheduler has a worker and knows our requests
+        self._ready = False  # the scheduler has had a worker and knows our requests
+        self._worker_ready = False  # False again while a worker that died is started anew
         self._live: dict[int, LiveRequest] = {}
-        self._next_id = 1
+        # a scheduler that outlives its frontend still holds requests of the former one: ids must not come back
+        self._next_id = 1 if processes is None else time.time_ns() // 1000
         self._deadlines: list[tuple[float, int]] = []  # heap of (monotonic s, request id)
         self._restart_times: deque[float] = deque()
         self._last_words: Fatal | None = None
@@ -115,7 +124,7 @@ class EngineClient:
         self._run_dir.remove()
 
     @property
-    def run_dir(self) -> RunDir:
+    def run_dir(self) -> RunDir | ForeignRunDir:
         return self._run_dir
 
     # --- requests
@@ -199,7 +208,7 @@ class EngineClient:
 
     def health(self, stall_s: float = 30.0) -> EngineHealth:
         """Judged by progress; asks nobody, only reads what the scheduler has pushed."""
-        return self._monitor.health(self._launcher, self._ready, self.failure, stall_s)
+        return self._monitor.health(self._launcher, self._ready, self._worker_ready, self.failure, stall_s)
 
     # --- messages
 
@@ -249,6 +258,7 @@ class EngineClient:
         self._defaults = RequestDefaults(info, self.config.seed)
         self._last_words = None
         self._monitor.start()
+        self._worker_ready = True
         if self._ready:
             return  # a new worker under the scheduler that knows our requests
         self._ready = True
@@ -266,6 +276,7 @@ class EngineClient:
         elif self._may_restart():
             names = [child.name for child in dead]
             self._before_restart()
+            self._worker_ready = False
             for child in dead:
                 log.warning("%s; starting it again", child.epitaph())
             if "scheduler" in names:
@@ -276,7 +287,7 @@ class EngineClient:
             reason = self._last_words.message if self._last_words is not None else dead[0].epitaph()
             self._fail(EngineDeadError(f"restarting does not help: {reason}"), updates)
 
-    def _watch_start(self, dead: list[Child], updates: list[Update]) -> None:
+    def _watch_start(self, dead: Sequence[Child | AttachedProcess], updates: list[Update]) -> None:
         """A child that dies before the engine was ever ready ends the engine, with the best reason to be had."""
         if self._last_words is None and all(child.dead_for_s < FATAL_GRACE_S for child in dead):
             return

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from depthbatch.common.messages import SchedulerHeartbeat
+from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.launch import Launcher
 
 SILENCE_S = 5.0  # a living scheduler without a heartbeat for this long is stuck
@@ -46,14 +47,21 @@ class HealthMonitor:
         self._last = heartbeat
         self._heard_s = time.monotonic()
 
-    def health(self, launcher: Launcher, ready: bool, failure: Exception | None, stall_s: float) -> EngineHealth:
+    def health(
+        self,
+        launcher: Launcher | AttachedProcesses,
+        ready: bool,
+        worker_ready: bool,
+        failure: Exception | None,
+        stall_s: float,
+    ) -> EngineHealth:
         last = self._last
         silence_s = time.monotonic() - self._heard_s
         age_s = last.oldest_work_age_s if last is not None else 0.0
         processes = {"frontend": ProcessHealth(os.getpid(), "running", 0, 0.0, 0)}
-        for name in ("scheduler", "worker"):
+        for name, is_ready in (("scheduler", ready), ("worker", worker_ready)):
             child = launcher.children.get(name)
-            state = "dead" if child is None or not child.alive else "running" if ready else "starting"
+            state = "dead" if child is None or not child.alive else "running" if is_ready else "starting"
             if state == "running" and (age_s > stall_s if name == "worker" else silence_s > SILENCE_S):
                 state = "stalled"
             steps = 0 if last is None else last.worker_steps if name == "worker" else last.steps

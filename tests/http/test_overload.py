@@ -174,7 +174,7 @@ def test_keys(tokenizer: Tokenizer) -> None:
 
 def test_large_bodies_are_refused(tokenizer: Tokenizer) -> None:
     """Row "1 GiB body": refused by its length without being read, and by counting when it is chunked."""
-    with LiveServer(tokenizer, max_body_bytes=1000) as server, httpx.Client(base_url=server.url) as http:
+    with LiveServer(tokenizer, max_body_bytes=1500) as server, httpx.Client(base_url=server.url) as http:
         port = int(server.url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\n\r\n")

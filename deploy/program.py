@@ -1,0 +1,65 @@
+"""``python -m depthbatch.deploy.program NAME``: what supervisord starts, in a run directory that is prepared.
+
+Scheduler and worker become their own modules; the frontend serves HTTP over the two. Environment:
+DEPTHBATCH_RUN_DIR, with engine.json and http.json in it.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from depthbatch.common.child import die_with_parent
+from depthbatch.common.errors import DepthbatchError
+from depthbatch.common.logging import setup_logging
+from depthbatch.frontend.attach import AttachedProcesses, read_config
+
+RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
+HTTP_FILE = "http.json"
+URL_FILE = "url"
+GAVE_UP = 2  # exit code that supervisord does not answer with a restart
+
+
+def main() -> int:
+    name = sys.argv[1]
+    run_dir = Path(os.environ[RUN_DIR_VARIABLE])
+    parent_pid = os.getppid()
+    _write(run_dir / f"{name}.pid", str(os.getpid()))
+    if name == "frontend":
+        die_with_parent(parent_pid)
+        return _run_frontend(run_dir)
+    command = [sys.executable, "-P", "-m", f"depthbatch.{name}", "--run-dir", str(run_dir)]
+    command += ["--config", read_config(run_dir).to_json(), "--parent-pid", str(parent_pid)]
+    os.execv(command[0], command)
+
+
+def _run_frontend(run_dir: Path) -> int:
+    from depthbatch.deploy.supervision import SupervisordClient
+    from depthbatch.frontend.http.server import bind
+    from depthbatch.frontend.http.settings import HttpConfig
+
+    setup_logging("frontend")
+    try:
+        http = HttpConfig(**json.loads((run_dir / HTTP_FILE).read_text()))
+        listener = bind(http)
+        from depthbatch.frontend.async_engine import AsyncEngine
+        from depthbatch.frontend.http.run import run_frontend
+
+        config = read_config(run_dir)
+        processes = AttachedProcesses(run_dir, config, SupervisordClient(run_dir))
+        engine = AsyncEngine.from_config(config, processes=processes)
+        run_frontend(engine, http, listener, lambda url: _write(run_dir / URL_FILE, url))
+    except DepthbatchError as error:
+        print(f"depthbatch: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return GAVE_UP
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

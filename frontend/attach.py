@@ -1,0 +1,177 @@
+"""Scheduler and worker that somebody else runs (supervisord): seen through a run directory, never started from here.
+
+Same interface as the launcher, so that the engine client need not know. Each program writes RUN/NAME.pid before it
+does anything else; whoever supervises starts it again after a fault. A process that is gone is "pending" until its
+successor has written its pid, or the supervisor says that there will be none.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.transport import endpoint
+
+START_S = 30.0  # from the death of a process to its successor's pid
+KILL_S = 5.0
+STALE_S = 2.0  # a worker that much older than its scheduler belongs to a former one
+CONFIG_FILE = "engine.json"
+
+
+@dataclass(frozen=True)
+class ForeignRunDir:
+    """A run directory that somebody else made, and will remove."""
+
+    path: Path
+
+    def endpoint(self, name: str) -> str:
+        return endpoint(self.path, name)
+
+    def remove(self) -> None:
+        """Not ours to do."""
+
+
+class Supervisor(Protocol):
+    """Who runs the processes."""
+
+    def exit_code(self, name: str) -> int | None:
+        """Exit code of a process that will not be started again; None while it runs or will be."""
+        ...
+
+
+class AttachedProcess:
+    """One process, known by its pid file. ``former_pid``: the dead predecessor, whose file is not to be believed."""
+
+    def __init__(self, name: str, run_dir: Path, supervisor: Supervisor, former_pid: int) -> None:
+        self.name = name
+        self.pid = 0
+        self.exit_code: int | None = None
+        self.fd = os.pidfd_open(os.getpid())  # never readable here: nothing to tell yet
+        self._run_dir = run_dir
+        self._supervisor = supervisor
+        self._former_pid = former_pid
+        self._deadline_s = time.monotonic() + START_S
+        self._died_s: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True also while the process is expected."""
+        if self._died_s is not None:
+            return False
+        if self.pid == 0:
+            self._look_for_pid()
+        if self.pid:
+            dead = bool(select.select([self.fd], [], [], 0)[0])
+        else:
+            self.exit_code = self._supervisor.exit_code(self.name)
+            dead = self.exit_code is not None or time.monotonic() > self._deadline_s
+        if dead:
+            self._died_s = time.monotonic()
+        return not dead
+
+    @property
+    def death_noticed(self) -> bool:
+        return self._died_s is not None
+
+    @property
+    def dead_for_s(self) -> float:
+        return 0.0 if self.alive or self._died_s is None else time.monotonic() - self._died_s
+
+    def epitaph(self) -> str:
+        if self.exit_code is None:
+            self.exit_code = self._supervisor.exit_code(self.name)
+        if self.pid == 0 and self.exit_code is None:
+            return f"{self.name} was not started within {START_S:g} s"
+        return f"{self.name} died" + ("" if self.exit_code is None else f" (exit code {self.exit_code})")
+
+    def last_line(self) -> str:
+        """Its log is the supervisor's."""
+        return ""
+
+    def kill(self) -> None:
+        """Ends it and waits until it is gone."""
+        if self.alive and self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            select.select([self.fd], [], [], KILL_S)
+
+    def release(self) -> None:
+        os.close(self.fd)
+
+    def _look_for_pid(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((self._run_dir / f"{self.name}.pid").read_text())
+            if pid != self._former_pid:
+                descriptor = os.pidfd_open(pid)  # fails for one that is gone: then there will be another
+                os.dup2(descriptor, self.fd)  # the number stays, since event loops may watch it
+                os.close(descriptor)
+                self.pid = pid
+
+
+class AttachedProcesses:
+    """The scheduler and worker of one run directory."""
+
+    def __init__(self, run_dir: Path, config: EngineConfig, supervisor: Supervisor) -> None:
+        self.run_dir = run_dir
+        self.children: dict[str, AttachedProcess] = {}
+        self._config = config
+        self._supervisor = supervisor
+        self._starts: dict[str, int] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @config.setter
+    def config(self, config: EngineConfig) -> None:
+        """What later starts run with: the programs read it from the run directory."""
+        self._config = config
+        write_config(self.run_dir, config)
+
+    def start(self, name: str) -> AttachedProcess:
+        """Expects a (new) process of that name."""
+        former = self.children.pop(name, None)
+        if former is not None:
+            former.release()
+        elif name == "worker":
+            self._end_stale_worker()
+        child = AttachedProcess(name, self.run_dir, self._supervisor, former.pid if former is not None else 0)
+        self.children[name] = child
+        self._starts[name] = self._starts.get(name, 0) + 1
+        return child
+
+    def restarts(self, name: str) -> int:
+        return max(0, self._starts.get(name, 0) - 1)
+
+    def kill(self, name: str) -> None:
+        self.children[name].kill()
+
+    def stop(self) -> None:
+        """They outlive this frontend; whoever runs them ends them."""
+        for child in self.children.values():
+            child.release()
+        self.children.clear()
+
+    def _end_stale_worker(self) -> None:
+        """A worker says that it is ready only once: one that did so to a scheduler before this one is of no use."""
+        with contextlib.suppress(OSError, ValueError):
+            path = self.run_dir / "worker.pid"
+            if path.stat().st_mtime < (self.run_dir / "scheduler.pid").stat().st_mtime - STALE_S:
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def write_config(run_dir: Path, config: EngineConfig) -> None:
+    """Puts the engine's configuration where its programs look for it; a reader never sees half of it."""
+    temporary = run_dir / f".{CONFIG_FILE}"
+    temporary.write_text(config.to_json())
+    temporary.replace(run_dir / CONFIG_FILE)
+
+
+def read_config(run_dir: Path) -> EngineConfig:
+    """The inverse. Raises ConfigError or OSError."""
+    return EngineConfig.from_json((run_dir / CONFIG_FILE).read_text())

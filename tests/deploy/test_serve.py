@@ -1,0 +1,171 @@
+"""``depthbatch serve`` as a whole: supervisord, three processes, kills, drains. One server for most tests, on the
+simulated device, whose tokens are a function of (seed, position): what a stream must continue with is known."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from serving_fakes.process import DEVICE, ServeProcess, is_alive, token_ids, wait_until
+
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServeProcess]:
+    with ServeProcess("--device", DEVICE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(server: ServeProcess) -> list[int]:
+    """The tokens of an undisturbed stream."""
+    with server.stream(max_tokens=TOKENS) as events:
+        tokens = token_ids(list(events))
+    assert len(tokens) == TOKENS
+    return tokens
+
+
+def test_three_processes_are_told_apart(server: ServeProcess) -> None:
+    """/health names three living processes, children of one supervisord."""
+    pids = server.pids()
+    assert list(pids) == ["frontend", "scheduler", "worker"] and len(set(pids.values())) == 3
+    assert set(pids.values()) <= set(server.all_pids()) and all(map(is_alive, pids.values()))
+
+
+@pytest.mark.parametrize("name", ["worker", "scheduler"])
+def test_kill_9_in_mid_stream_loses_nothing(server: ServeProcess, expected: list[int], name: str) -> None:
+    """Rows "scheduler or worker dead, server still says healthy" and "start, stop, restart, kill -9": supervisord
+    starts the process again, the stream goes on without a token lost or sent twice, and the restart is counted."""
+    before = server.pids()
+    restarts = server.health()["processes"][name]["restarts"]
+    with server.stream(max_tokens=TOKENS) as events:
+        seen = [next(events) for _ in range(5)]
+        os.kill(before[name], signal.SIGKILL)
+        wait_until(lambda: server.health().get("status") != "ok", "health tells of the death", 2.0)
+        seen += events
+    assert token_ids(seen) == expected
+    assert seen[-1]["choices"][0]["finish_reason"] == "length"
+    server.wait_ready()
+    after = server.pids()
+    assert after[name] != before[name] and after["frontend"] == before["frontend"]
+    assert server.health()["processes"][name]["restarts"] == restarts + 1
+
+
+def test_kill_9_of_the_frontend(server: ServeProcess, expected: list[int]) -> None:
+    """A new frontend on the same port, over the scheduler and worker that went on running; requests of the old one
+    are ended, not mixed up with new ones."""
+    before = server.pids()
+    with pytest.raises(httpx.HTTPError), server.stream(max_tokens=1000) as events:
+        next(events)
+        os.kill(before["frontend"], signal.SIGKILL)
+        list(events)
+    server.wait_ready()
+    after = server.pids()
+    assert after["frontend"] != before["frontend"]
+    assert {after[name] == before[name] for name in ("scheduler", "worker")} == {True}
+    with server.stream(max_tokens=TOKENS) as events:
+        assert token_ids(list(events)) == expected
+    wait_until(lambda: _running(server) == 0, "the old frontend's sequences are ended")
+
+
+def test_supervisorctl_restarts_a_program(server: ServeProcess, expected: list[int]) -> None:
+    """The shipped configuration answers supervisorctl; a restart by hand is as harmless as a fault."""
+    before = server.pids()
+    command = [sys.executable, "-m", "supervisor.supervisorctl", "-s", server.supervisor_socket(), "restart", "worker"]
+    with server.stream(max_tokens=TOKENS) as events:
+        seen = [next(events)]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        seen += events
+    assert token_ids(seen) == expected
+    server.wait_ready()
+    assert server.pids()["worker"] != before["worker"]
+
+
+def test_closed_socket_frees_the_slot(server: ServeProcess) -> None:
+    """Row "client gone, sequence decodes to max_tokens", through all three processes."""
+    with server.stream(max_tokens=5000) as events:
+        next(events)
+        wait_until(lambda: _running(server) == 1, "the sequence is counted")
+    wait_until(lambda: _running(server) == 0, "the slot is free", 10.0)
+
+
+def test_busy_port_is_told_at_once(server: ServeProcess) -> None:
+    """Row "port taken: found after minutes of loading": one line, exit code 2, before any process is started."""
+    with ServeProcess("--device", DEVICE, port=server.port, wait=False) as second:
+        assert second.process.wait(10) == 2
+        assert f"cannot listen on 127.0.0.1:{server.port}: Address already in use" in second.log
+        assert len(second.log.splitlines()) == 1
+
+
+def test_sigterm_drains(server: ServeProcess, expected: list[int]) -> None:
+    """Row "SIGTERM cuts streams" and "the worker dies before the drain ends": the stream finishes though supervisord
+    is stopping, /ready and new work get 503 at once, exit code 0, nothing is left. Last: it ends the server."""
+    pids = server.all_pids()
+    with server.stream(max_tokens=TOKENS) as events:
+        seen = [next(events)]
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(server.url + "/ready").status_code == 503, "not ready any more", 5.0)
+        refused = httpx.post(server.url + "/v1/completions", json={"prompt": [1]})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        seen += events
+    assert token_ids(seen) == expected
+    assert server.process.wait(20) == 0, server.log
+    assert not any(map(is_alive, pids))
+
+
+def test_kill_9_of_the_command_and_restart_at_once() -> None:
+    """Rows "SIGKILL of the parent leaves processes holding the device" and "kill -9 and restart at once: new server
+    healthy but silent": everything is gone within 5 s, and a server started at once on the same port answers all.
+    That one is then stopped with two signals."""
+    with ServeProcess("--device", DEVICE) as first:
+        pids = first.all_pids()
+        assert len(pids) == 5  # the command, supervisord and its three programs
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait()
+        with ServeProcess("--device", DEVICE, port=_wait_for_port(first, pids)) as second:
+            body = {"prompt": [[i + 1] for i in range(100)], "max_tokens": 1, "n": 5}
+            answer = httpx.post(second.url + "/v1/completions", json=body, timeout=60).json()
+            assert len(answer["choices"]) == 500 and answer["usage"]["completion_tokens"] == 500
+            _second_sigterm_aborts(second)
+
+
+def _second_sigterm_aborts(server: ServeProcess) -> None:
+    """The stream ends with reason abort, not after its 5000 tokens, and the exit is orderly."""
+    with server.stream(max_tokens=5000) as events:
+        next(events)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(server.url + "/ready").status_code == 503, "draining", 5.0)
+        server.process.send_signal(signal.SIGTERM)
+        assert list(events)[-1]["choices"][0]["finish_reason"] == "abort"
+    assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("/nonexistent/model", (), "/nonexistent/model"),
+        ("demo", ("--device", DEVICE, "--max-loops", "9"), "max_loops"),
+        ("demo", ("--device", DEVICE, "--drain-s", "soon"), "--drain-s"),
+    ],
+)
+def test_start_that_fails_is_told(model: str, options: tuple[str, ...], says: str) -> None:
+    """Row "a child dies during start, parent waits for ever": exit code 2, the reason on the last line, nothing left."""
+    with ServeProcess(*options, model=model, wait=False) as server:
+        assert server.process.wait(30) == 2, server.log
+        assert says in server.log.splitlines()[-1] and "Traceback" not in server.log
+
+
+def _running(server: ServeProcess) -> int:
+    for line in httpx.get(server.url + "/metrics").text.splitlines():
+        if line.startswith("depthbatch:num_requests_running{"):
+            return int(float(line.rpartition(" ")[2]))
+    return -1
+
+
+def _wait_for_port(server: ServeProcess, pids: list[int]) -> int:
+    wait_until(lambda: not any(map(is_alive, pids)), "all processes are gone", 5.0)
+    return server.port
