@@ -85,11 +85,12 @@ def cpu_kernels() -> Kernels | None:
     mode = os.environ.get(MODE_VARIABLE, "auto")
     if mode not in MODES:
         raise ConfigError(f"{MODE_VARIABLE} must be one of {', '.join(MODES)}, not {mode!r}")
-    return None if mode == "torch" else _load(mode)
+    return None if mode == "torch" else load_kernels(mode)
 
 
 @cache
-def _load(mode: str) -> Kernels | None:
+def load_kernels(mode: str) -> Kernels | None:
+    """The library of a mode other than ``torch``, built if need be; None only in ``auto``."""
     try:
         path = library_file(portable=mode == "portable")
         return Kernels(ctypes.CDLL(str(path)))
