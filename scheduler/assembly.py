@@ -1,5 +1,6 @@
 """Turns rows into what the worker copies: header, int32 frame, slot parameters (common/frames.py gives the layout)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ from depthbatch.common.frames import (
     ROW_FIELDS,
     ROW_POSITION,
     ROW_SLOT,
+    SLOT_PARAM_FIELDS,
     Int32Array,
     SlotParam,
 )
@@ -71,28 +73,30 @@ def slot_param_frame(requests: list[Request]) -> Int32Array | None:
     """One row a request, None without requests."""
     if not requests:
         return None
-    frame = np.array([_slot_param_row(request) for request in requests], dtype=np.int32)
+    frame = np.zeros((len(requests), SLOT_PARAM_FIELDS), np.int32)
     floats = frame.view(np.float32)
-    for column, name in _FLOAT_COLUMNS:
+    for column, value_of in _INT_COLUMNS.items():
+        frame[:, column] = [value_of(request) for request in requests]
+    for column, name in _FLOAT_COLUMNS.items():
         floats[:, column] = [getattr(request.params, name) for request in requests]
     return frame
 
 
-_FLOAT_COLUMNS = (
-    (SlotParam.EXIT_THRESHOLD, "exit_threshold"),
-    (SlotParam.TEMPERATURE, "temperature"),
-    (SlotParam.TOP_P, "top_p"),
-    (SlotParam.MIN_P, "min_p"),
-)
-
-
-def _slot_param_row(request: Request) -> tuple[int, ...]:
-    """The integer columns in the order of SlotParam; float columns are 0 here."""
-    seed = request.params.seed & 0xFFFFFFFFFFFFFFFF
-    low, high = seed & 0xFFFFFFFF, seed >> 32
-    state_seed = _as_int32(low ^ high)
-    top_k, prompt = request.params.top_k, request.prompt.size
-    return (request.slot, request.gate, 0, 0, top_k, 0, 0, _as_int32(low), _as_int32(high), prompt, state_seed)
+_FLOAT_COLUMNS = {
+    SlotParam.EXIT_THRESHOLD: "exit_threshold",
+    SlotParam.TEMPERATURE: "temperature",
+    SlotParam.TOP_P: "top_p",
+    SlotParam.MIN_P: "min_p",
+}
+_INT_COLUMNS: dict[SlotParam, Callable[[Request], int]] = {
+    SlotParam.SLOT: lambda request: request.slot,
+    SlotParam.GATE: lambda request: request.gate,
+    SlotParam.TOP_K: lambda request: request.params.top_k,
+    SlotParam.SEED_LOW: lambda request: _as_int32(request.params.seed & 0xFFFFFFFF),
+    SlotParam.SEED_HIGH: lambda request: _as_int32(request.params.seed >> 32 & 0xFFFFFFFF),
+    SlotParam.FIRST_OUTPUT: lambda request: request.prompt.size,
+    SlotParam.STATE_SEED: lambda request: _as_int32((request.params.seed ^ request.params.seed >> 32) & 0xFFFFFFFF),
+}
 
 
 def _as_int32(bits: int) -> int:
