@@ -1,17 +1,22 @@
 """Scheduler and runner in one process, in lock-step, without sockets: the engine as a function of its requests.
 
+Stages run as they are dispatched; results are delivered as late as the scheduler lets them be, so that every mode of
+async scheduling runs as deep as it can.
+
 Every stage is kept, so that a test can say what the schedule was and not only what came out of it; so is how each
 request was prefilled, since chunk borders and recomputation after preemption change what some KV layouts hold.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import ROW_AUX, Int32Array, Stage, split_prefill_frame
+from depthbatch.common.frames import ROW_AUX, Stage, split_prefill_frame
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
+from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.build import BuiltRunner, assemble
@@ -46,8 +51,15 @@ class Ran:
     loops: tuple[int, ...]  # of the real rows, core stages only
 
 
+class Late(NamedTuple):
+    """A stage that has run and whose result is on its way."""
+
+    stage: ScheduledStage
+    result: StageResult
+
+
 class LockstepEngine:
-    """Requests in, answers out; one stage in flight."""
+    """Requests in, answers out."""
 
     def __init__(self, config: EngineConfig, backend: str | None = None) -> None:
         device = resolve_device(config.device)
@@ -64,6 +76,7 @@ class LockstepEngine:
         self.config = config
         self.history: list[Ran] = []
         self.preemptions = 0
+        self.deepest = 0  # most stages in flight
         self._chunks: dict[int, list[int]] = {}  # by slot, of prompts that are partly prefilled
 
     def run(self, requests: Sequence[tuple[Sequence[int], RequestParams]]) -> list[Answer]:
@@ -73,25 +86,34 @@ class LockstepEngine:
         for index, (prompt, params) in enumerate(requests):
             rejected = scheduler.submit(Submit(index, np.asarray(prompt, np.int32).tobytes(), params))
             assert rejected is None, rejected
+        late: deque[Late] = deque()
+        self.deepest = 0
         for now in range(MAX_STAGES):
-            if not scheduler.num_unfinished:
+            if not scheduler.num_unfinished and not late:
                 break
-            self._step(scheduler, float(now), answers)
+            stage = scheduler.next_stage(float(now))
+            if stage is not None:
+                late.append(self._run(stage, float(now)))
+                self.deepest = max(self.deepest, len(late))
+                continue
+            assert late, "requests are left, but nothing can run"
+            self._deliver(scheduler, late.popleft(), float(now), answers)
         assert scheduler.num_unfinished == 0
         scheduler.verify()
         self.preemptions = scheduler.counters.preemptions
         return answers
 
-    def _step(self, scheduler: Scheduler, now: float, answers: list[Answer]) -> None:
-        stage = scheduler.next_stage(now)
-        assert stage is not None, "requests are left, but nothing can run"
+    def _run(self, stage: ScheduledStage, now: float) -> Late:
         output = self.built.runner.run(stage.header, stage.frame, stage.slot_params)
         loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
         self.history.append(Ran(stage.header, tuple(loops)))
         result = StageResult(stage.header.step_id, now, now + 1, output.token_ids.tobytes(), output.flags.tobytes())
-        events = scheduler.complete(result, now)
-        if stage.header.stage == Stage.PREFILL:
-            self._note_prefills(stage.header, stage.frame, [answers[e.request_id] for e in events if e.token_ids])
+        return Late(stage, result)
+
+    def _deliver(self, scheduler: Scheduler, late: Late, now: float, answers: list[Answer]) -> None:
+        events = scheduler.complete(late.result, now)
+        if late.stage.header.stage == Stage.PREFILL:
+            self._note_prefills(late.stage, [answers[event.request_id] for event in events if event.token_ids])
         for event in events:
             answer = answers[event.request_id]
             assert answer.finish_reason is None, "news after the terminal event"
@@ -99,9 +121,10 @@ class LockstepEngine:
             answer.depths += event.exit_depths
             answer.finish_reason = event.finish_reason
 
-    def _note_prefills(self, header: StageBatch, frame: Int32Array, sampled: list[Answer]) -> None:
+    def _note_prefills(self, stage: ScheduledStage, sampled: list[Answer]) -> None:
         """Keeps the chunks by slot, and gives them to the request whose first token came of the last one."""
-        parts = split_prefill_frame(frame, header.rows, header.n_tokens, header.n_updates)
+        header = stage.header
+        parts = split_prefill_frame(stage.frame, header.rows, header.n_tokens, header.n_updates)
         finished = iter(sampled)
         for slot, start, length, sample in zip(*(part.tolist() for part in parts[:4]), strict=True):
             if start == 0:

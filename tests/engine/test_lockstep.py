@@ -139,9 +139,35 @@ def test_refill_mixes_depths_in_one_core_batch_under_last_exited(model: Path) ->
     check(model, "last_exited", prompts, requests, answers)
 
 
+@pytest.mark.parametrize("mode", ["async", "lookahead"])
+@pytest.mark.parametrize("model", MODELS)
+def test_results_that_come_late_change_nothing(model: Path, mode: str) -> None:
+    """Stages are launched before the results of earlier ones are known, as far ahead as the mode allows.
+
+    All gates side by side, more requests than slots, and stop tokens that are found late: what was computed beyond them
+    must not show, nor harm the next owner of the slot.
+    """
+    prompts, gates = prompts_of(model), gates_of(model)
+    requests = [params(model, gates[index % len(gates)], index) for index in range(len(prompts))]
+    batch = list(zip(prompts, requests, strict=True))
+    running = engine(model, "last_exited", async_scheduling=mode, max_num_batched_tokens=40)
+    answers = running.run(batch)
+    assert running.deepest >= (3 if mode == "lookahead" else 2)
+    check(model, "last_exited", prompts, requests, answers)
+    stopped = [
+        (prompt, msgspec.structs.replace(request, stop_token_ids=(answer.tokens[4],)))
+        for (prompt, request), answer in zip(batch, answers, strict=True)
+    ]
+    for before, after in zip(answers, running.run(stopped), strict=True):
+        end = before.tokens.index(before.tokens[4]) + 1
+        assert after.finish_reason == "stop"
+        assert (after.tokens, after.depths) == (before.tokens[:end], before.depths[:end])
+
+
+@pytest.mark.parametrize("mode", ["off", "lookahead"])
 @pytest.mark.parametrize("gate", [Gate.NONE, Gate.DELAYED])
 @pytest.mark.parametrize("model", MODELS)
-def test_preempted_requests_continue(model: Path, gate: Gate) -> None:
+def test_preempted_requests_continue(model: Path, gate: Gate, mode: str) -> None:
     """KV blocks for about half of the batch: sequences are thrown out and recomputed, and still say what the chained
     reference says; at full depth that is what they would have said undisturbed."""
     prompts = [prompt[:16] for prompt in prompts_of(model) if len(prompt) >= 16]
@@ -149,7 +175,7 @@ def test_preempted_requests_continue(model: Path, gate: Gate) -> None:
         RequestParams(max_tokens=20, gate=gate, exit_threshold=0.4, min_loops=2, max_loops=R_MAX[model])
         for _ in prompts
     ]
-    running = engine(model, "last_exited", kv_blocks=6, block_size=8)
+    running = engine(model, "last_exited", kv_blocks=6, block_size=8, async_scheduling=mode)
     answers = running.run(list(zip(prompts, requests, strict=True)))
     assert running.preemptions >= 2
     assert any(len(answer.prefills) > 1 for answer in answers)
