@@ -12,7 +12,7 @@ from pathlib import Path
 from depthbatch.common.child import die_with_parent
 from depthbatch.common.errors import DepthbatchError
 from depthbatch.common.logging import setup_logging
-from depthbatch.frontend.attach import AttachedProcesses, read_config
+from depthbatch.frontend.attach import AttachedProcesses, read_config, read_starts, write_file
 
 RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
 HTTP_FILE = "http.json"
@@ -24,7 +24,8 @@ def main() -> int:
     name = sys.argv[1]
     run_dir = Path(os.environ[RUN_DIR_VARIABLE])
     parent_pid = os.getppid()
-    _write(run_dir / f"{name}.pid", str(os.getpid()))
+    write_file(run_dir / f"{name}.starts", str(read_starts(run_dir, name) + 1))
+    write_file(run_dir / f"{name}.pid", str(os.getpid()))
     if name == "frontend":
         die_with_parent(parent_pid)
         return _run_frontend(run_dir)
@@ -48,17 +49,11 @@ def _run_frontend(run_dir: Path) -> int:
         config = read_config(run_dir)
         processes = AttachedProcesses(run_dir, config, SupervisordClient(run_dir))
         engine = AsyncEngine.from_config(config, processes=processes)
-        run_frontend(engine, http, listener, lambda url: _write(run_dir / URL_FILE, url))
+        run_frontend(engine, http, listener, lambda url: write_file(run_dir / URL_FILE, url))
     except DepthbatchError as error:
         print(f"depthbatch: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return GAVE_UP
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

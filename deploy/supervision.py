@@ -20,11 +20,12 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.common.transport import RunDir
 from depthbatch.deploy.program import HTTP_FILE, RUN_DIR_VARIABLE, URL_FILE
-from depthbatch.frontend.attach import write_config
+from depthbatch.frontend.attach import read_starts, write_config, write_file
 from depthbatch.frontend.http.settings import HttpConfig
 
 CONFIG = Path(__file__).with_name("supervisord.conf")
-PROGRAMS = ("scheduler", "worker", "frontend")
+MAX_RESTARTS = 5  # of the frontend within RESTART_WINDOW_S; the frontend itself counts those of the others
+RESTART_WINDOW_S = 60.0
 STOP_MARGIN_S = 15  # from the drain deadline to SIGKILL
 POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1
@@ -63,11 +64,10 @@ class Supervision:
         self._run_dir = RunDir()
         self.path = self._run_dir.path
         write_config(self.path, engine)
-        http_file = self.path / HTTP_FILE
-        http_file.touch(mode=0o600)  # it may hold API keys
-        http_file.write_text(json.dumps(asdict(http)))
+        write_file(self.path / HTTP_FILE, json.dumps(asdict(http)))
         self._stop_wait_s = int(http.drain_s) + STOP_MARGIN_S
         self._signals = 0
+        self._start_times: list[float] = []  # of the frontend, monotonic
         self._process = self._start()
         # a pipe, since what supervisord writes to is opened by name: a file would be overwritten, a socket refused
         self._copier = threading.Thread(target=self._copy_output, name="log", daemon=True)
@@ -110,15 +110,16 @@ class Supervision:
                 os.kill(int((self.path / "frontend.pid").read_text()), signal.SIGTERM)
 
     def run(self) -> int:
-        """Until stopped (0) or a program has ended for good (its exit code, at least 1)."""
+        """Until stopped (0) or the frontend has given up (its exit code, at least 1). Raises EngineDeadError."""
         announced = False
         while self._process.poll() is None:
             announced = announced or self._announce()
-            if self._signals == 0 and (name := self._ended_program()) is not None:
-                code = self._client.exit_code(name) or 1
-                self._process.send_signal(signal.SIGTERM)
-                self._process.wait(self._stop_wait_s + STOP_MARGIN_S)
-                return code
+            if self._signals == 0:
+                code = self._client.exit_code("frontend")  # it gives up when the others cannot be helped
+                if code is not None:
+                    return code or 1
+                if self._restarts_too_often():
+                    raise EngineDeadError(f"the frontend died {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s")
             time.sleep(POLL_S)
         if self._signals == 0:
             raise EngineDeadError(f"supervisord died (exit code {self._process.returncode})")
@@ -132,15 +133,12 @@ class Supervision:
             return True
         return False
 
-    def _ended_program(self) -> str | None:
-        """The frontend, which knows about the others, before them."""
-        for name in reversed(PROGRAMS):
-            info = self._client.info(name)
-            if info is None:
-                return None
-            if info["statename"] in _ENDED:
-                return name if name == "frontend" else None
-        return None
+    def _restarts_too_often(self) -> bool:
+        starts = read_starts(self.path, "frontend")
+        while len(self._start_times) < starts:
+            self._start_times.append(time.monotonic())
+        recent = [start_s for start_s in self._start_times if start_s > time.monotonic() - RESTART_WINDOW_S]
+        return len(recent) > MAX_RESTARTS
 
     def close(self) -> None:
         """Nothing is left running and the run directory is gone."""

@@ -121,7 +121,6 @@ class AttachedProcesses:
         self.children: dict[str, AttachedProcess] = {}
         self._config = config
         self._supervisor = supervisor
-        self._starts: dict[str, int] = {}
 
     @property
     def config(self) -> EngineConfig:
@@ -142,11 +141,10 @@ class AttachedProcesses:
             self._end_stale_worker()
         child = AttachedProcess(name, self.run_dir, self._supervisor, former.pid if former is not None else 0)
         self.children[name] = child
-        self._starts[name] = self._starts.get(name, 0) + 1
         return child
 
     def restarts(self, name: str) -> int:
-        return max(0, self._starts.get(name, 0) - 1)
+        return max(0, read_starts(self.run_dir, name) - 1)
 
     def kill(self, name: str) -> None:
         self.children[name].kill()
@@ -166,12 +164,26 @@ class AttachedProcesses:
 
 
 def write_config(run_dir: Path, config: EngineConfig) -> None:
-    """Puts the engine's configuration where its programs look for it; a reader never sees half of it."""
-    temporary = run_dir / f".{CONFIG_FILE}"
-    temporary.write_text(config.to_json())
-    temporary.replace(run_dir / CONFIG_FILE)
+    """Puts the engine's configuration where its programs look for it."""
+    write_file(run_dir / CONFIG_FILE, config.to_json())
 
 
 def read_config(run_dir: Path) -> EngineConfig:
     """The inverse. Raises ConfigError or OSError."""
     return EngineConfig.from_json((run_dir / CONFIG_FILE).read_text())
+
+
+def read_starts(run_dir: Path, name: str) -> int:
+    """How many times a program has been started in this run directory."""
+    try:
+        return int((run_dir / f"{name}.starts").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def write_file(path: Path, text: str) -> None:
+    """A reader never sees half of it; only this user sees any of it."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.touch(mode=0o600)
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -58,7 +58,7 @@ class HealthMonitor:
         last = self._last
         silence_s = time.monotonic() - self._heard_s
         age_s = last.oldest_work_age_s if last is not None else 0.0
-        processes = {"frontend": ProcessHealth(os.getpid(), "running", 0, 0.0, 0)}
+        processes = {"frontend": ProcessHealth(os.getpid(), "running", 0, 0.0, launcher.restarts("frontend"))}
         for name, is_ready in (("scheduler", ready), ("worker", worker_ready)):
             child = launcher.children.get(name)
             state = "dead" if child is None or not child.alive else "running" if is_ready else "starting"

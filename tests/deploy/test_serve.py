@@ -66,6 +66,7 @@ def test_kill_9_of_the_frontend(server: ServeProcess, expected: list[int]) -> No
     server.wait_ready()
     after = server.pids()
     assert after["frontend"] != before["frontend"]
+    assert server.health()["processes"]["frontend"]["restarts"] == 1
     assert {after[name] == before[name] for name in ("scheduler", "worker")} == {True}
     with server.stream(max_tokens=TOKENS) as events:
         assert token_ids(list(events)) == expected
