@@ -1,0 +1,96 @@
+"""``bench throughput``: records follow from counters, bounds from the paper's equations, and one run through the real
+processes on a simulated device."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from depthbatch.benchmarks.flops import count_flops
+from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
+from depthbatch.benchmarks.throughput import PolicyChoice, add_throughput_arguments, run_throughput
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.profile import StageFlops
+from depthbatch.deploy.cli import OneLineParser
+
+FLOPS = StageFlops(core=3.0, boundary=2.0)
+
+
+def counters(prefill_s: float, codas: int, rows: int, depth_sum: int, prefilled: int) -> dict[str, float]:
+    return {
+        'stage_steps_total{stage="coda"}': codas,
+        'stage_batch_size_sum{stage="coda"}': rows,
+        'stage_seconds_total{stage="prefill"}': prefill_s,
+        "exit_depth_count": rows + prefilled,
+        "exit_depth_sum": depth_sum + 4 * prefilled,
+        "generation_tokens_total": rows + prefilled,
+        'request_success_total{finished_reason="length"}': prefilled,
+        'worker_idle_seconds_total{cause="scheduler"}': 0.5,
+    }
+
+
+def test_record_is_the_difference_of_two_readings() -> None:
+    """Warm-up before the first reading must not count; tokens of prefill are not decode tokens."""
+    before, after = counters(1.0, 10, 100, 300, 20), counters(3.0, 30, 300, 800, 60)
+    record = make_record(Setting("refill", 8, 2, 4), before, after, 10.0, FLOPS)
+    assert record.tokens_per_s == 24.0
+    assert record.mean_depth == 2.5
+    assert record.prefill_share == 0.2
+    assert record.mean_batch["coda"] == 10.0 and record.mean_batch["core"] == 0.0
+    assert record.requests_finished == 40
+
+
+def test_bounds_are_equations_one_and_two() -> None:
+    record = make_record(Setting("refill", 8, 1, 4), {}, counters(2.0, 1, 200, 500, 40), 10.0, FLOPS)
+    baseline = make_record(Setting("cb", 8, None, 4), {}, counters(4.0, 1, 200, 800, 40), 16.0, FLOPS)
+    record.compare_with(baseline)
+    s_dec = (2 + 4 * 3) / (2 + 2.5 * 3)
+    assert record.s_dec == pytest.approx(s_dec) == decode_speedup(FLOPS, 4, 2.5)
+    assert record.s_e2e == pytest.approx(1 / (0.25 + 0.75 / s_dec))
+    assert record.relative_to_cb == pytest.approx(1.6)
+    assert record.realized == pytest.approx(1.6 / record.s_e2e)
+
+
+def test_flops_count_each_matrix_once() -> None:
+    core = {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.layers.0.input_layernorm.weight": (4,)}
+    embed, head = {"model.embed_tokens.weight": (16, 4)}, {"lm_head.weight": (16, 4)}
+    gate = {"model.early_exit_gate.weight": (1, 4)}
+    assert count_flops(core | embed | head | gate) == StageFlops(core=64.0, boundary=128.0)
+    assert count_flops(core | embed) == StageFlops(core=64.0, boundary=128.0)  # tied: the embedding is the head
+    huginn = {"transformer.adapter.weight": (4, 8), "transformer.core_block.0.mlp.fc.weight": (8, 4)}
+    rest = {"transformer.coda.0.mlp.fc.weight": (8, 4), "transformer.wte.weight": (16, 4), "lm_head.weight": (16, 4)}
+    assert count_flops(huginn | rest) == StageFlops(core=128.0, boundary=192.0)
+
+
+@pytest.mark.parametrize("bad", ["fast", "refill:0", "refill:x", "no-refill:3"])
+def test_bad_policies_are_named(bad: str) -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        PolicyChoice.parse(bad)
+
+
+def arguments(*options: str) -> argparse.Namespace:
+    parser = OneLineParser()
+    add_throughput_arguments(parser)
+    return parser.parse_args(options)
+
+
+def test_real_processes_on_a_simulated_device(tmp_path: Path) -> None:
+    """cb comes first, every policy finishes the same work, and the depths replayed are those asked for. Speed is not
+    judged: the machine decides it."""
+    profile = tmp_path / "tiny.json"
+    stage = {"delta_ms": 0.2, "gamma_ms": 0.001}
+    core = stage | {"alpha_ms": 0.0}
+    text = {"name": "tiny", "r_max": 4, "bytes_per_kv_token": 64, "core": core, "prelude": stage, "coda": stage}
+    profile.write_text(json.dumps(text | {"prefill": stage, "flops": {"core": 3.0, "boundary": 2.0}}))
+    output = tmp_path / "out.json"
+    options = ["--device", f"simulated:{profile}", "--workload", "alpaca", "--requests", "6", "--w", "4"]
+    exits = ["--exits", '{"2": 1}', "--policy", "refill:2", "--policy", "auto", "--output", str(output)]
+    assert run_throughput(arguments(*options, *exits)) == 0
+    records = json.loads(output.read_text())
+    assert [record["policy"] for record in records] == ["cb", "refill", "auto"]
+    assert [record["k"] for record in records] == [None, 2, None]
+    assert [record["mean_depth"] for record in records] == [4.0, 2.0, 2.0]
+    assert {record["requests_finished"] for record in records} == {6}
+    assert records[1]["s_dec"] == pytest.approx((2 + 12) / (2 + 6))
+    assert records[0]["relative_to_cb"] == records[0]["realized"] == 1.0
+    assert all(record["tokens_per_s"] > 0 and record["duration_s"] > 0 for record in records)
