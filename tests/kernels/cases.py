@@ -106,7 +106,7 @@ def make_case(geometry: CacheGeometry, kernels: Kernels, seed: int) -> Case:
 def decode_rows(case: Case, layer: int, seed: int) -> DecodeRows:
     """Rows of distinct slots at positions on and beside block borders, in mixed planes, and two dummies."""
     rng, size = random.Random(seed), case.geometry.block_size
-    slots = rng.sample(range(1, 9), rng.randint(1, 6)) + [0, 0]
+    slots = [*rng.sample(range(1, 9), rng.randint(1, 6)), 0, 0]
     borders = [0, 1, size - 1, size, size + 1, 2 * size - 1, 3 * size + 1, MAX_BLOCKS * size - 1]
     positions = [rng.choice([*borders, rng.randrange(MAX_BLOCKS * size)]) for _ in slots[:-2]] + [0, 0]
     planes = [rng.randrange(case.geometry.planes[layer]) for _ in slots[:-2]] + [0, 0]
