@@ -151,10 +151,11 @@ def _stream(
     out: TextIO = sys.stdout,
 ) -> None:
     """Prints prompt after prompt; all decode together, the first unfinished one is on the screen as it grows."""
+    deltas = llm.stream(prompts, params)  # refuses bad requests before anything is printed
     views = [PromptView(text, show_depths, llm.info.r_max, out.isatty()) for text in texts]
     current = 0
     print(views[0].shown, end="", file=out, flush=True)
-    for index, delta in llm.stream(prompts, params):
+    for index, delta in deltas:
         added = views[index].add(delta, llm.tokenizer is not None)
         if index == current:
             print(added, end="", file=out, flush=True)

@@ -18,7 +18,7 @@ from xmlrpc.client import Fault, ServerProxy
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
-from depthbatch.common.transport import RunDir
+from depthbatch.common.transport import API_ENDPOINT, RunDir, endpoint
 from depthbatch.deploy.program import HTTP_FILE, RUN_DIR_VARIABLE, URL_FILE
 from depthbatch.frontend.attach import read_starts, write_config, write_file
 from depthbatch.frontend.http.settings import HttpConfig
@@ -129,7 +129,8 @@ class Supervision:
         """Says once where the server is."""
         with contextlib.suppress(OSError):
             url = (self.path / URL_FILE).read_text()
-            print(f"depthbatch: ready at {url}", file=sys.stderr, flush=True)
+            native = endpoint(self.path, API_ENDPOINT)
+            print(f"depthbatch: ready at {url} (native API at {native})", file=sys.stderr, flush=True)
             return True
         return False
 

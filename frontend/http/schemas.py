@@ -58,7 +58,7 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     ignore_eos: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX, description="lower runs first")
+    priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX, description="larger goes first")
     timeout_s: float | None = Field(None, gt=0, le=86400, description="limit for waiting and running together")
     gate: str | None = Field(None, pattern=r"^[a-z]{1,32}$", description="exit gate of this request")
     exit_threshold: float | None = Field(None, ge=0, description="threshold of the gate")
