@@ -122,15 +122,20 @@ class PromptView:
         self._waiting += delta.exit_depths
         text = delta.text.translate(CONTROLS) if has_text else "".join(f" {token}" for token in delta.token_ids)
         added = text
-        if text and self._show_depths:
-            added += f"{self._dim}{','.join(map(str, self._waiting)).translate(SUPERSCRIPTS)}{self._plain}"
-        if text:
-            self._waiting = []
-        if delta.finish_reason is not None:
-            self.finished = True
+        self.finished = delta.finish_reason is not None
+        if text or self.finished:
+            added += self._depths()
+        if self.finished:
             added += self._summary() + "\n"
         self.shown += added
         return added
+
+    def _depths(self) -> str:
+        """Depths of the tokens behind the text that has just come out; those of tokens without text come with it."""
+        depths, self._waiting = self._waiting, []
+        if not depths or not self._show_depths:
+            return ""
+        return f"{self._dim}{','.join(map(str, depths)).translate(SUPERSCRIPTS)}{self._plain}"
 
     def _summary(self) -> str:
         output = self._output

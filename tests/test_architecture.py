@@ -1,0 +1,111 @@
+"""The rules of the architecture that a careless import or a missing line of packaging would break in silence."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("common", "scheduler", "worker", "frontend", "deploy", "benchmarks")
+MAY_IMPORT = {  # common <- scheduler, worker <- frontend <- deploy, benchmarks
+    "common": {"common"},
+    "scheduler": {"common", "scheduler"},
+    "worker": {"common", "worker"},
+    "frontend": {"common", "scheduler", "worker", "frontend"},
+    "deploy": set(PACKAGES),
+    "benchmarks": set(PACKAGES),
+}
+LINE_LIMIT = 520
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(path for path in (ROOT / package).rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def imported_packages(path: Path) -> Iterator[str]:
+    """Packages of ours that a file imports, at the top or inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "depthbatch" and len(parts) > 1 and parts[1] in PACKAGES:
+                yield parts[1]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_one_way(package: str) -> None:
+    """Found in the source, so imports inside functions count too."""
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {other}"
+        for path in sources(package)
+        for other in imported_packages(path)
+        if other not in MAY_IMPORT[package]
+    }
+    assert not wrong
+
+
+def test_arrows_are_seen() -> None:
+    """The test above would pass on anything if it found no imports at all."""
+    assert "common" in set(imported_packages(ROOT / "scheduler" / "process.py"))
+    assert "worker" in set(imported_packages(ROOT / "deploy" / "info.py"))  # inside a function
+
+
+def run_python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("depthbatch.scheduler.process", ("torch", "transformers", "tokenizers")),
+        ("depthbatch.frontend.llm", ("torch", "transformers")),
+        ("depthbatch.deploy.cli", ("torch", "transformers", "numpy", "zmq")),
+    ],
+)
+def test_heavy_imports_stay_out(module: str, forbidden: tuple[str, ...]) -> None:
+    """At run time, in a process of its own: what others import on the way counts too. The scheduler must not hold device
+    libraries; the frontend and the command must start at once."""
+    code = f"import sys, {module}; print([name for name in {forbidden!r} if name in sys.modules])"
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_help_starts_without_torch() -> None:
+    """Also with a benchmark's or a training command's own arguments listed by name."""
+    code = (
+        "import sys; sys.argv = ['depthbatch', '--help']\n"
+        "from depthbatch.deploy.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
+    )
+    lines = run_python(code).stdout.splitlines()
+    assert lines[-1] == "0 False"
+    assert any("generate" in line for line in lines)
+
+
+def test_package_list_equals_the_tree() -> None:
+    """A package that is missing from the list is missing from the wheel, while the checkout still works."""
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    in_tree = {"depthbatch"}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("__init__.py"):
+            in_tree.add("depthbatch." + ".".join(path.parent.relative_to(ROOT).parts))
+    assert set(setup["packages"]) == in_tree
+    without_init = [
+        path.parent for package in PACKAGES for path in sources(package) if not (path.parent / "__init__.py").exists()
+    ]
+    assert not without_init
+
+
+def test_no_file_needs_a_table_of_contents() -> None:
+    files = [path for package in (*PACKAGES, "tests") for path in sources(package)]
+    assert len(files) > 50
+    long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > LINE_LIMIT}
+    assert not long
