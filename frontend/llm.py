@@ -2,6 +2,7 @@
 
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -12,7 +13,7 @@ from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Update
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
 
@@ -67,6 +68,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", *, quiet: bool = False, **options: Any) -> None:
         config = EngineConfig.from_values({"model": model, **options})
+        self._inboxes: dict[int, deque[Update]] = {}  # of live requests, one for each open run
         resolve_model_dir(model)  # a wrong name costs nothing
         self._client = EngineClient(config)
         try:
@@ -118,15 +120,14 @@ class LLM:
         return self._run(*self._prepare(_as_list(prompts), params))
 
     def health(self) -> EngineHealth:
-        self._client.poll()
+        self._pump(0.0)
         return self._client.health()
 
     def stats(self) -> dict[str, float]:
         """The scheduler's counters since its start. Raises EngineDeadError."""
         self._client.ask_stats()
         while self._client.stats is None:
-            self._client.wait(0.1)
-            self._client.poll()
+            self._pump(0.1)
             if self._client.failure is not None:
                 raise self._client.failure
         return self._client.stats.values
@@ -159,28 +160,44 @@ class LLM:
 
     def _run(self, encoded: list[list[int]], per_prompt: list[SamplingParams]) -> Iterator[IndexedDelta]:
         client, live = self._client, dict[int, tuple[int, OutputAssembler]]()
+        inbox = deque[Update]()
         try:
             for index, (ids, own) in enumerate(zip(encoded, per_prompt, strict=True)):
                 detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
                 assembler = OutputAssembler(str(index), detokenizer, own.stop, own.min_tokens)
-                live[client.submit(ids, own)] = (index, assembler)
+                request_id = client.submit(ids, own)
+                live[request_id] = (index, assembler)
+                self._inboxes[request_id] = inbox
             while live:
-                client.wait(1.0)
-                for update in client.poll():
-                    if update.request_id not in live:
-                        continue
-                    index, assembler = live[update.request_id]
-                    if update.is_last:
-                        del live[update.request_id]
-                    if update.error is not None:
-                        raise update.error
-                    delta = assembler.push(update)
-                    if delta.finish_reason is not None and live.pop(update.request_id, None) is not None:
-                        client.abort(update.request_id)  # a stop string: the engine does not know
-                    yield IndexedDelta(index, delta)
+                if not inbox:
+                    self._pump(1.0)
+                    continue
+                update = inbox.popleft()
+                if update.request_id not in live:
+                    continue  # what followed a stop string
+                index, assembler = live[update.request_id]
+                if update.error is not None:
+                    del live[update.request_id]
+                    raise update.error
+                delta = assembler.push(update)
+                if delta.finish_reason is not None:
+                    del live[update.request_id], self._inboxes[update.request_id]
+                    client.abort(update.request_id)  # still live only after a stop string
+                yield IndexedDelta(index, delta)
         finally:
             for request_id in live:
                 client.abort(request_id)
+            self._inboxes = {key: box for key, box in self._inboxes.items() if box is not inbox}
+
+    def _pump(self, timeout_s: float) -> None:
+        """Waits for news and hands each to the run that its request belongs to: several may be open at a time, and
+        ``stats`` and ``health`` pump too.
+        """
+        self._client.wait(timeout_s)
+        for update in self._client.poll():
+            inbox = self._inboxes.get(update.request_id)
+            if inbox is not None:
+                inbox.append(update)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -96,6 +96,18 @@ def test_giving_up_a_stream_aborts(llm: LLM) -> None:
     wait_until_idle(llm)
 
 
+def test_runs_may_be_interleaved(llm: LLM) -> None:
+    """Two streams and questions to the engine in turn: news that one call takes off the socket belong to another."""
+    streams = [llm.stream([[i]], SamplingParams(max_tokens=60)) for i in (1, 2)]
+    got: list[list[int]] = [[], []]
+    for _ in range(60):
+        for own, stream in zip(got, streams, strict=True):
+            own += next(stream).delta.token_ids
+        llm.health()
+        llm.stats()
+    assert got == [expected([1], 60), expected([2], 60)]
+
+
 def test_timeout(llm: LLM) -> None:
     [output] = llm.generate([[3]], SamplingParams(max_tokens=500, timeout_s=0.05))
     assert output.finish_reason == "timeout" and output.token_ids == expected([3], len(output.token_ids))
