@@ -18,8 +18,10 @@ INLINE void NAME(gemm_tile)(const int ROWS, const T *x, int64_t x_stride, const 
     for (int64_t i = 0; i < k; i += K_STEP) {
         const T *step = w + i * PAIR_COLUMNS;
         OPERAND w0 = LOAD_OPERAND(step), w1 = LOAD_OPERAND(step + LANES * K_STEP);
-        __builtin_prefetch(step + 2048 / sizeof(T), 0, 3);
-        __builtin_prefetch(step + 2048 / sizeof(T) + LANES * K_STEP, 0, 3);
+        if (ROWS >= PREFETCH_MIN_ROWS) {
+            __builtin_prefetch(step + PREFETCH_BYTES / sizeof(T), 0, 2);
+            __builtin_prefetch(step + PREFETCH_BYTES / sizeof(T) + LANES * K_STEP, 0, 2);
+        }
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; r++) {
             OPERAND xr = BROADCAST(x + r * x_stride + i);
@@ -74,6 +76,8 @@ static void NAME(gemm_pair)(
 
 void NAME(gemm_team)(const Packed * layer, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n) {
     const int64_t pairs = layer->gated ? (layer->cols + LANES - 1) / LANES : gemm_pairs(layer->cols);
-#pragma omp for schedule(dynamic, PAIRS_PER_TASK)
+    int64_t share = pairs / (TASKS_PER_THREAD * team_size());
+    share = share < 1 ? 1 : share > MAX_PAIRS_PER_TASK ? MAX_PAIRS_PER_TASK : share;
+#pragma omp for schedule(dynamic, share)
     for (int64_t pair = 0; pair < pairs; pair++) NAME(gemm_pair)(layer, pair, x, x_stride, out, out_stride, n);
 }
