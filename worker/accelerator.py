@@ -62,6 +62,28 @@ class Accelerator(Protocol):
         ...
 
 
+class EventClock:
+    """Seconds on the host's clock from milliseconds between events.
+
+    CUDA tells them as a float32: after an hour from one origin its steps are 0.25 ms, so the origin moves along.
+    """
+
+    MAX_MS = 1000.0
+
+    def __init__(self, origin_s: float) -> None:
+        self.origin_s = origin_s
+
+    def at(self, elapsed_ms: float) -> float:
+        return self.origin_s + elapsed_ms / 1e3
+
+    def goes_on_from(self, elapsed_ms: float) -> bool:
+        """Whether the event ``elapsed_ms`` behind the origin is to be the new one; the clock then counts from it."""
+        if elapsed_ms < self.MAX_MS:
+            return False
+        self.origin_s = self.at(elapsed_ms)
+        return True
+
+
 class CudaAccelerator:
     """Streams, events and graphs of one GPU. All graphs share one memory pool."""
 
@@ -72,7 +94,7 @@ class CudaAccelerator:
         self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._origin.record(torch.cuda.current_stream(device))
         self._origin.synchronize()
-        self._origin_s = time.monotonic()
+        self._clock = EventClock(time.monotonic())
 
     def host_buffer(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
@@ -96,12 +118,19 @@ class CudaAccelerator:
 
     def passed_s(self, mark: Mark) -> float:
         assert isinstance(mark, torch.cuda.Event)
-        return self._origin_s + float(self._origin.elapsed_time(mark)) / 1e3
+        elapsed_ms = float(self._origin.elapsed_time(mark))
+        if self._clock.goes_on_from(elapsed_ms):
+            self._origin = mark
+            return self._clock.origin_s
+        return self._clock.at(elapsed_ms)
 
     def capture(self, work: Work) -> Work:
         stream = self._streams[Lane.COMPUTE]
+        # Streams of ours do not wait for the default one, which may still be filling the buffers that ``work`` reads.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        # Outside the capture first: libraries take their workspaces and Triton compiles, for these very arguments.
         with torch.cuda.stream(stream):
-            work()  # libraries allocate their workspaces before the capture, not in it
+            work()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):

@@ -43,6 +43,7 @@ def set_threads(threads: int | None) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device; on the CPU within the control group's limit too."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has freed is still with the allocator
         free, _ = torch.cuda.mem_get_info(device)
         return free
     return min(_available_ram(), _cgroup_room())

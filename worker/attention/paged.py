@@ -1,11 +1,12 @@
 """Attention on a GPU over one paged cache layout: FlashAttention 3, FlashAttention 2, or our Triton decode.
 
 K and V of layer l are ``[num_blocks * planes[l], block_size, Hkv, Dh]``, the layout all three read. A stage holds one
-DecodeRows (or PrefillRows) object for all its layers, so the physical block table is made once a stage and kept while
-that object is the current one. Nothing here asks the device for a value.
+DecodeRows (or PrefillRows) object for all its layers, so block tables and places in the cache are made once a stage and
+kept while that object is the current one. Nothing here asks the device for a value.
 """
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,13 @@ from depthbatch.worker.attention.flash_library import FlashLibrary
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+
+
+class Places(NamedTuple):
+    """Where tokens lie in a layer's cache, each int64 [N]."""
+
+    blocks: Tensor  # physical
+    offsets: Tensor  # within the block
 
 
 class PagedAttention(AttentionBackend):
@@ -27,23 +35,18 @@ class PagedAttention(AttentionBackend):
         # Zeros, not empty: masked scores times NaN are NaN.
         self.k_cache = [torch.zeros(s, dtype=geometry.dtype, device=geometry.device) for s in shapes]
         self.v_cache = [torch.zeros(s, dtype=geometry.dtype, device=geometry.device) for s in shapes]
-        self._tables_of: object = None
-        self._tables: dict[tuple[int, int], Tensor] = {}
+        self._rows: object = None
+        self._tables: dict[int, Tensor] = {}  # of the current rows, by planes of the layer
+        self._places: dict[int, Places] = {}
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: DecodeRows) -> Tensor:
         """See the interface."""
-        num_planes = self.geometry.planes[layer]
-        blocks = self._logical_blocks(rows.block_tables, rows.slots, rows.positions)
-        planes = rows.planes if num_planes > 1 else torch.zeros_like(rows.planes)
-        self._append(layer, k, v, blocks * num_planes + planes, rows.positions)
+        self._append(layer, k, v, self._places_of(rows, self.geometry.planes[layer]))
         return self._attend_decode(layer, q, rows).flatten(1)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: PrefillRows) -> Tensor:
         """See the interface."""
-        num_planes = self.geometry.planes[layer]
-        plane = rows.plane if num_planes > 1 else 0
-        blocks = self._logical_blocks(rows.block_tables, rows.token_slots, rows.positions)
-        self._append(layer, k, v, blocks * num_planes + plane, rows.positions)
+        self._append(layer, k, v, self._places_of(rows, self.geometry.planes[layer]))
         return self._attend_prefill(layer, q, rows).flatten(1)
 
     def copy_planes(
@@ -69,28 +72,40 @@ class PagedAttention(AttentionBackend):
     def _attend_prefill(self, layer: int, q: Tensor, rows: PrefillRows) -> Tensor:
         """q [N, H, Dh] -> [N, H, Dh]; the chunks' K/V is in the cache."""
 
-    def _append(self, layer: int, k: Tensor, v: Tensor, physical: Tensor, positions: Tensor) -> None:
-        offsets = positions.long() % self.geometry.block_size
-        self.k_cache[layer].index_put_((physical, offsets), k)
-        self.v_cache[layer].index_put_((physical, offsets), v)
+    def _append(self, layer: int, k: Tensor, v: Tensor, places: Places) -> None:
+        self.k_cache[layer].index_put_(places, k)
+        self.v_cache[layer].index_put_(places, v)
 
     def _logical_blocks(self, block_tables: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Block of each position, int64 [N]."""
         columns = torch.div(positions, self.geometry.block_size, rounding_mode="floor")
         return block_tables[slots.long(), columns.long()].long()
 
+    def _set_rows(self, rows: DecodeRows | PrefillRows) -> None:
+        """Forgets what was made for other rows."""
+        if self._rows is not rows:
+            self._rows, self._tables, self._places = rows, {}, {}
+
+    def _places_of(self, rows: DecodeRows | PrefillRows, num_planes: int) -> Places:
+        """Where the rows' own tokens go."""
+        self._set_rows(rows)
+        if num_planes not in self._places:
+            slots = rows.slots if isinstance(rows, DecodeRows) else rows.token_slots
+            blocks = self._logical_blocks(rows.block_tables, slots, rows.positions)
+            if num_planes > 1:
+                blocks = blocks * num_planes + (rows.planes if isinstance(rows, DecodeRows) else rows.plane)
+            self._places[num_planes] = Places(blocks, rows.positions.long() % self.geometry.block_size)
+        return self._places[num_planes]
+
     def _physical_table(self, rows: DecodeRows | PrefillRows, num_planes: int) -> Tensor:
         """Physical block tables of the rows' sequences, int32 [rows, max_blocks]."""
-        if self._tables_of is not rows:
-            self._tables_of, self._tables = rows, {}
-        plane = rows.plane if isinstance(rows, PrefillRows) else -1
-        key = (num_planes, plane)
-        if key not in self._tables:
+        self._set_rows(rows)
+        if num_planes not in self._tables:
             table = rows.block_tables.index_select(0, rows.slots)
             if num_planes > 1:
                 table = table * num_planes + (rows.planes[:, None] if isinstance(rows, DecodeRows) else rows.plane)
-            self._tables[key] = table.int()
-        return self._tables[key]
+            self._tables[num_planes] = table.int()
+        return self._tables[num_planes]
 
 
 class FlashAttention(PagedAttention):
