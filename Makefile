@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test bench lint
+.PHONY: setup demo test test-clients bench lint
 
 setup: $(STAMP)
 
@@ -21,6 +21,11 @@ lint: setup
 
 test: lint
 	$(PY) -m pytest
+
+# Software that nobody here wrote; installs a virtual environment and Debian packages of its own.
+test-clients: setup
+	tests_clients/install.sh
+	$(PY) -m pytest tests_clients
 
 demo: setup
 	$(PY) -m depthbatch generate demo

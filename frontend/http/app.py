@@ -4,22 +4,29 @@ from typing import Any
 
 from depthbatch import __version__
 from depthbatch.frontend.http import chat, completions, operations
+from depthbatch.frontend.http.docs_page import docs_page
 from depthbatch.frontend.http.edge import Edge
 from depthbatch.frontend.http.errors import install_handlers
 from depthbatch.frontend.http.service import Service
 from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
 
 
 def create_app(service: Service, probe: operations.Probe) -> FastAPI:
     """The application over a running engine."""
 
-    app = FastAPI(title="depthbatch", version=__version__, redoc_url=None)
+    app = FastAPI(title="depthbatch", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(completions.routes(service))
     app.include_router(chat.routes(service))
     app.include_router(operations.routes(service, probe))
     install_handlers(app)
     app.add_middleware(Edge, api_keys=service.config.api_keys, max_body_bytes=service.config.max_body_bytes)
     _use_400_for_422(app)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
+
     return app
 
 

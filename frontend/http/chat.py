@@ -17,6 +17,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", **documented(ChatAnswer, generates=True))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answers a conversation through the model's own chat template."""
         service.check(body)
         call = _Call(service, body)
         if body.stream:

@@ -19,6 +19,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", **documented(CompletionAnswer, generates=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continues a prompt, or each of several; JSON, or server-sent events with stream."""
         service.check(body)
         call = _Call(service, body)
         if body.stream:

@@ -6,7 +6,7 @@ from depthbatch.frontend.http.errors import ApiError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # what probes and scrapers read without a key; everything that names or runs a model needs one
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
 
 
 class BodyTooLarge(ApiError):

@@ -54,10 +54,12 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/models", **documented(ModelList))
     async def models() -> Response:
+        """The served model."""
         return json_answer({"object": "list", "data": [card()]})
 
     @router.get("/v1/models/{model:path}", **documented(ModelCard))
     async def model_card(model: str) -> Response:
+        """One model by name."""
         service.check_model(model)
         return json_answer(card())
 
@@ -65,6 +67,7 @@ def _add_models(router: APIRouter, service: Service) -> None:
 def _add_tokens(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", **documented(TokenizeAnswer))
     async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a text or a conversation."""
         service.check_model(body.model)
         check_extras(body.model_extra)
         if (body.prompt is None) == (body.messages is None):
@@ -83,6 +86,7 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
 
     @router.post("/detokenize", **documented(DetokenizeAnswer))
     async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
         service.check_model(body.model)
         check_extras(body.model_extra)
         for token_id in body.tokens:
@@ -94,30 +98,36 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
 
     @router.get("/tokenizer_info", responses={404: {"description": "no tokenizer"}}, response_model=None)
     async def tokenizer_info() -> Response:
+        """Facts about the tokenizer."""
         return json_answer(await service.texts.describe())
 
 
 def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
     @router.post("/abort", **documented(AbortAnswer))
     async def abort(body: AbortRequest) -> Response:
+        """Ends requests by name; answers which of them were running."""
         ids = [body.request_id] if isinstance(body.request_id, str) else body.request_id
         return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.registry.abort(name)]})
 
     @router.get("/health", response_model=None, responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})
     async def health() -> Response:
+        """200 exactly when requests make progress, or none is there."""
         answer = probe.health()
         return JSONResponse(answer.model_dump(), 200 if answer.status == "ok" else 503)
 
     @router.get("/ready", response_model=None, responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
     async def ready() -> Response:
+        """200 when new requests are taken."""
         status = "draining" if service.admission.draining else probe.health().status
         headers = {} if status == "ok" else {"Retry-After": "5"}
         return JSONResponse({"status": status}, 200 if status == "ok" else 503, headers)
 
     @router.get("/metrics", response_class=PlainTextResponse, response_model=None)
     async def metrics() -> Response:
+        """Prometheus metrics of all processes."""
         return Response(await probe.metrics_text(), media_type=METRICS_TYPE)
 
     @router.get("/version", response_model=None, responses={200: {"model": VersionAnswer}})
     async def version() -> Response:
+        """The server's version."""
         return json_answer({"version": __version__})
