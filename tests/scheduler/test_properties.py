@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from depthbatch.common.config import POLICIES
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
@@ -35,7 +36,7 @@ def test_every_request_gets_the_tokens_of_the_plain_loop(data: st.DataObject) ->
     """The whole contract at once, without preemption so that depths are exact: tokens, exit depths and finish reason
     of every request are those of a batch-1 loop, in every policy and async mode, for every gate, with results held
     back at random. The fake cache remembers depths, so an exit one loop off changes all later tokens."""
-    config = data.draw(configs(preemption=("off",)))
+    config = data.draw(configs(policies=POLICIES, preemption=("off",)))
     harness = Lockstep(config)
     rng = random.Random(data.draw(st.integers(0, 1000)))
     requests = data.draw(workloads(config))
@@ -58,7 +59,7 @@ def test_any_interleaving_ends_with_every_request_answered_once(data: st.DataObj
     """Submits and aborts at any time, results late, blocks scarce (preemption): each request ends exactly once,
     unaborted ones with all their tokens, and nothing is left in a queue, a slot or a block. Tokens depend on the text
     alone here, so recomputed sequences must still be those of the plain loop."""
-    config = data.draw(configs())
+    config = data.draw(configs(policies=POLICIES))
     harness = Lockstep(config, depth_sensitive=False)
     rng = random.Random(data.draw(st.integers(0, 1000)))
     requests = data.draw(workloads(config))
@@ -100,7 +101,7 @@ def test_policies_agree_on_tokens_and_depths(data: st.DataObject) -> None:
     gates = (Gate.NONE, Gate.FIXED) if full_depth else EARLY_GATES
     requests = data.draw(workloads(config, gates=gates))
     answers = []
-    for policy in ("cb", "no-refill", "refill") if full_depth else ("no-refill", "refill"):
+    for policy in POLICIES if full_depth else [policy for policy in POLICIES if policy != "cb"]:
         harness = Lockstep(replace(config, policy=policy))
         for submit in requests:
             harness.submit(submit)
