@@ -287,8 +287,9 @@ void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallAr
         for (int64_t row = 0; row < n; row++)
             for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
     }
-    /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. */
-#pragma omp for schedule(dynamic, 1)
+    /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. A thread takes several
+     * neighbours at a time, since the prefetch at a row's end is for the next row. */
+#pragma omp for schedule(dynamic, task_share(runs * shares))
     for (int64_t task = 0; task < runs * shares; task++) {
         const int64_t head = task % shares * num_heads, begin = task / shares * stride;
         const int64_t end = begin + stride < n ? begin + stride : n;

@@ -2,8 +2,6 @@
 #include "gemm.h"
 
 #define MAX_TILE_ROWS 14 /* 28 accumulators, two weights and two spare registers */
-#define MAX_PAIRS_PER_TASK 4
-#define TASKS_PER_THREAD 4 /* so that a thread that is held up does not hold up the others */
 /* Measured on Zen 4: with few rows the hardware's own prefetch reaches the DRAM bound; with more, arithmetic starves it
  * and asking 8 KiB ahead into the second-level cache gains a third at 8 rows. */
 #define PREFETCH_MIN_ROWS 5

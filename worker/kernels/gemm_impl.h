@@ -76,8 +76,6 @@ static void NAME(gemm_pair)(
 
 void NAME(gemm_team)(const Packed * layer, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n) {
     const int64_t pairs = layer->gated ? (layer->cols + LANES - 1) / LANES : gemm_pairs(layer->cols);
-    int64_t share = pairs / (TASKS_PER_THREAD * team_size());
-    share = share < 1 ? 1 : share > MAX_PAIRS_PER_TASK ? MAX_PAIRS_PER_TASK : share;
-#pragma omp for schedule(dynamic, share)
+#pragma omp for schedule(dynamic, task_share(pairs))
     for (int64_t pair = 0; pair < pairs; pair++) NAME(gemm_pair)(layer, pair, x, x_stride, out, out_stride, n);
 }

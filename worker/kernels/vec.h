@@ -29,6 +29,13 @@ INLINE int team_size(void) {
 #endif
 }
 
+/* Neighbouring work items a thread takes at a time: a few times per thread, so that one that is held up does not hold
+ * up the others. */
+INLINE int64_t task_share(int64_t items) {
+    const int64_t share = items / (4 * team_size());
+    return share < 1 ? 1 : share > 8 ? 8 : share;
+}
+
 typedef float vf __attribute__((vector_size(64)));
 typedef float vf_u __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float vf8 __attribute__((vector_size(32)));
