@@ -52,9 +52,20 @@ class BlockStack:
     def plain(self, x: Tensor, rotation: Rotation, attend: "AttentionContext") -> Tensor:
         """The same, operator by operator."""
         for layer, block in enumerate(self.blocks, self.first_layer):
-            qkv = block.qkv(rms_norm(x, block.norm_in, self.eps))
-            x = self._join(x, block.out(attend.from_qkv(layer, qkv, rotation, block.qk_bias)), block.norm_out)
-            x = self._join(x, block.down(block.gate_up(rms_norm(x, block.norm_mlp_in, self.eps))), block.norm_mlp_out)
+            x = self.after_attention(block, x, attend.from_qkv(layer, self.qkv(block, x), rotation, block.qk_bias))
+        return self.ended(x)
+
+    def qkv(self, block: Block, x: Tensor) -> Tensor:
+        """What a block's attention starts from: x [N, D] -> [N, (H + 2 Hkv) Dh], not rotated."""
+        return block.qkv(rms_norm(x, block.norm_in, self.eps))
+
+    def after_attention(self, block: Block, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a block: its input x [N, D], attended [N, H Dh] -> [N, D]."""
+        x = self._join(x, block.out(attended), block.norm_out)
+        return self._join(x, block.down(block.gate_up(rms_norm(x, block.norm_mlp_in, self.eps))), block.norm_mlp_out)
+
+    def ended(self, x: Tensor) -> Tensor:
+        """The last block's output [N, D] as the stack gives it."""
         return x if self.final_norm is None else rms_norm(x, self.final_norm, self.eps)
 
     def _join(self, x: Tensor, branch: Tensor, norm: Tensor) -> Tensor:
