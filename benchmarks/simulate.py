@@ -95,6 +95,8 @@ class Run:
     finished: int = 0
     preemptions: int = 0
     scheduler_us: list[float] = field(default_factory=list)  # real time, complete + next_stage a stage
+    first_token_s: dict[int, float] = field(default_factory=dict)  # by index of the request in the workload
+    last_token_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -139,10 +141,14 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                 start = clock()
                 events = scheduler.complete(in_flight.popleft(), now)
                 spent += clock() - start
-                ended = sum(event.finish_reason is not None for event in events)
-                run.finished += ended
+                before = run.finished
+                for event in events:
+                    run.first_token_s.setdefault(event.request_id, now)
+                    if event.finish_reason is not None:
+                        run.last_token_s[event.request_id] = now
+                        run.finished += 1
                 run.tokens += len(events)
-                bar.update(ended)
+                bar.update(run.finished - before)
             elif arrivals:
                 now = next_arrival
             else:
