@@ -19,7 +19,7 @@ TOKENS = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
-    with ServeProcess("--device", DEVICE) as server:
+    with ServeProcess("--device", DEVICE, "--stall-s", "4") as server:
         yield server
 
 
@@ -56,6 +56,24 @@ def test_kill_9_in_mid_stream_loses_nothing(server: ServeProcess, expected: list
     after = server.pids()
     assert after[name] != before[name] and after["frontend"] == before["frontend"]
     assert server.health()["processes"][name]["restarts"] == restarts + 1
+
+
+def test_a_hang_is_told(server: ServeProcess, expected: list[int]) -> None:
+    """Row "scheduler or worker dead, server still says healthy": a worker that hangs (stopped by a signal, so that it
+    is alive for every other purpose) is "stalled" once work has waited for --stall-s; woken, all goes on."""
+    worker = server.pids()["worker"]
+    with server.stream(max_tokens=TOKENS) as events:
+        seen = [next(events)]
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            wait_until(lambda: server.health()["status"] == "stalled", "the hang is told", 15.0)
+            assert httpx.get(server.url + "/health").status_code == 503
+            assert server.health()["processes"]["worker"]["state"] == "stalled"
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        seen += events
+    assert token_ids(seen) == expected
+    server.wait_ready()
 
 
 def test_kill_9_of_the_frontend(server: ServeProcess, expected: list[int]) -> None:
