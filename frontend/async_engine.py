@@ -94,11 +94,11 @@ class AsyncEngine:
                 self._raise_failure()
                 await self._next_news()
             self._raise_failure()
+            if not self._quiet:
+                print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
         except BaseException:
             await self.close()
             raise
-        if not self._quiet:
-            print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
         return self
 
     async def __aexit__(

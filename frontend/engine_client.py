@@ -7,6 +7,7 @@ scheduler rebuilds its sequences); a dead scheduler is started again with a fres
 resubmitted with its tokens. Draws depend on (seed, position) alone, so the continuation is the same.
 """
 
+import atexit
 import dataclasses
 import heapq
 import math
@@ -92,6 +93,7 @@ class EngineClient:
         self._monitor = HealthMonitor()
         self._before_restart = before_restart
         self._closed = False
+        atexit.register(self.close)  # for those who never close, or are interrupted before they can
 
     # --- life
 
@@ -115,6 +117,7 @@ class EngineClient:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._ready = False
         self.failure = self.failure or EngineDeadError("the engine is closed")
         self._launcher.stop()

@@ -75,11 +75,11 @@ class LLM:
             self._client.launch()
             self.tokenizer = load_model_tokenizer(model)  # while the worker loads the weights
             self.info = self._client.wait_ready()
+            if not quiet:
+                print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
         except BaseException:
             self._client.close()
             raise
-        if not quiet:
-            print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
 
     def generate(
         self,
