@@ -4,7 +4,16 @@ import random
 
 import pytest
 from depthbatch.worker.training.batches import IGNORED, step_batches
-from depthbatch.worker.training.data import CLASSES, draw, draw_training, heldout, is_heldout
+from depthbatch.worker.training.data import (
+    CHAIN_LENGTH,
+    CLASSES,
+    Example,
+    draw,
+    draw_training,
+    heldout,
+    is_heldout,
+    partial_answer,
+)
 from depthbatch.worker.training.tokenizer import IM_END, build_tokenizer
 
 
@@ -84,6 +93,15 @@ def test_training_answers_are_right() -> None:
     for _ in range(500):
         example = draw_training(rng)
         assert example.answer == solve(example.prompt, example.difficulty), example
+
+
+def test_partial_answers_follow_one_pointer_a_lookup() -> None:
+    example = Example("eq qm m4 av fs vc c0 sb b9 ?em=", "e4 m4", "hop-mixed")
+    assert [partial_answer(example, n) for n in (1, 2, 3)] == ["eq m4", "em m4", "e4 m4"]
+    rng = random.Random(2)
+    for _ in range(200):
+        example = draw_training(rng)
+        assert partial_answer(example, CHAIN_LENGTH) == example.answer, example
 
 
 def test_unknown_class_is_named() -> None:

@@ -17,10 +17,11 @@ from depthbatch.worker.training.objectives import (
     exit_log_probabilities,
     expected_loss,
     gate_loss,
+    lookup_loss,
     random_depth_loss,
     sample_loops,
 )
-from depthbatch.worker.training.ouro import OuroSize, OuroTrainer
+from depthbatch.worker.training.ouro import OuroOutput, OuroSize, OuroTrainer
 from depthbatch.worker.training.tokenizer import VOCAB_SIZE, build_tokenizer
 from depthbatch.worker.training.trainer import Run, RunConfig, learning_rate_factor
 
@@ -116,6 +117,27 @@ def test_gate_loss_trains_the_gate_alone_and_towards_the_useful_loop(tmp_path: P
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.95 * losses[0]
+
+
+def test_lookup_loss_targets_one_lookup_a_loop() -> None:
+    """A head wired to the partial answer of each loop has no loss; one wired to the final answer has some."""
+    model = OuroTrainer(OuroSize(VOCAB_SIZE, 32, 64, 1, 1, 128), 1)
+    batch = step_batches(build_tokenizer(), 0, 0, 16)[-1]
+    assert not batch.partial[0].equal(batch.partial[-1])
+    wanted = batch.partial
+
+    class Oracle(OuroTrainer):
+        def forward(self, ids: torch.Tensor, loops: int | None = None) -> OuroOutput:
+            states = torch.nn.functional.one_hot(wanted.clamp_min(0), VOCAB_SIZE).float()
+            return OuroOutput(states[0], torch.cat((states[:1] * 0, states)), torch.zeros(4, *ids.shape))
+
+        def logits(self, states: torch.Tensor) -> torch.Tensor:
+            return 50.0 * states
+
+    oracle = Oracle(model.size)
+    assert lookup_loss(oracle, batch).item() < 1e-3
+    wanted = torch.stack([batch.targets] * 3)
+    assert lookup_loss(oracle, batch).item() > 1.0
 
 
 def test_loop_counts_stay_in_range_and_near_the_mean() -> None:

@@ -8,7 +8,7 @@ import random
 from typing import NamedTuple
 
 import torch
-from depthbatch.worker.training.data import Example, draw, draw_training
+from depthbatch.worker.training.data import CHAIN_LENGTH, Example, draw, draw_training, partial_answer
 from depthbatch.worker.training.tokenizer import END_OF_TEXT, IM_END, chat_text
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -19,10 +19,17 @@ GROUPS = 4
 
 
 class Batch(NamedTuple):
-    """Right-padded rows: input ids [B, T] and the next token at each supervised position, else -100."""
+    """Right-padded rows.
+
+    Attributes:
+        ids: input ids [B, T].
+        targets: the next token at each supervised position, else -100, [B, T].
+        partial: the same with the answers after 1, 2, .. look-ups; the last is `targets`, [look-ups, B, T].
+    """
 
     ids: Tensor
     targets: Tensor
+    partial: Tensor
 
 
 def render(example: Example, rng: random.Random) -> str:
@@ -33,16 +40,31 @@ def render(example: Example, rng: random.Random) -> str:
     return chat_text([(turn.prompt, turn.answer) for turn in earlier], example.prompt)
 
 
-def collate(rows: list[tuple[list[int], list[int]]]) -> Batch:
-    """Pad (prompt ids, answer ids) rows; answers are supervised, prompts and padding are not."""
-    length = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
+class Row(NamedTuple):
+    """Token ids of a prompt, of its answer, and of the answer after 1, 2, .. look-ups."""
+
+    prompt: list[int]
+    answer: list[int]
+    partial: list[list[int]]
+
+
+def encode_row(tokenizer: Tokenizer, example: Example, prompt: str) -> Row:
+    """Encode an example whose prompt text is `prompt`; answers end with the end marker."""
+    answer = [*tokenizer.encode(example.answer).ids, IM_END]
+    partial = [[*tokenizer.encode(partial_answer(example, lookups)).ids, IM_END] for lookups in range(1, CHAIN_LENGTH)]
+    return Row(tokenizer.encode(prompt).ids, answer, [*partial, answer])
+
+
+def collate(rows: list[Row]) -> Batch:
+    """Pad rows; answers are supervised, prompts and padding are not."""
+    length = max(len(row.prompt) + len(row.answer) for row in rows) - 1
     ids = torch.full((len(rows), length), END_OF_TEXT)
-    targets = torch.full((len(rows), length), IGNORED)
-    for i, (prompt, answer) in enumerate(rows):
-        whole = prompt + answer
+    partial = torch.full((CHAIN_LENGTH, len(rows), length), IGNORED)
+    for i, row in enumerate(rows):
+        whole = row.prompt + row.answer
         ids[i, : len(whole) - 1] = torch.tensor(whole[:-1])
-        targets[i, len(prompt) - 1 : len(whole) - 1] = torch.tensor(answer)
-    return Batch(ids, targets)
+        partial[:, i, len(row.prompt) - 1 : len(whole) - 1] = torch.tensor(row.partial)
+    return Batch(ids, partial[-1], partial)
 
 
 def step_batches(tokenizer: Tokenizer, seed: int, step: int, size: int) -> list[Batch]:
@@ -58,9 +80,8 @@ def step_batches(tokenizer: Tokenizer, seed: int, step: int, size: int) -> list[
     rows = []
     for _ in range(size):
         example = draw_training(rng)
-        answer = [*tokenizer.encode(example.answer).ids, IM_END]
-        rows.append((tokenizer.encode(render(example, rng)).ids, answer))
-    rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+        rows.append(encode_row(tokenizer, example, render(example, rng)))
+    rows.sort(key=lambda row: len(row.prompt) + len(row.answer))
     # Most rows are long pointer prompts; the first third holds all the short ones.
     cuts = sorted({size * group // GROUPS for group in range(GROUPS + 1)})
     return [collate(rows[start:end]) for start, end in itertools.pairwise(cuts)]

@@ -94,6 +94,23 @@ def _ask(pointers: _Pointers, asked: list[tuple[int, int]]) -> tuple[str, str]:
     return f"{pointers.text} ?{''.join(names)}=", answer
 
 
+def partial_answer(example: Example, lookups: int) -> str:
+    """The answer as it stands after so many look-ups: a name still unresolved shows what it points at so far.
+
+    The answer itself for classes without look-ups, and for a hop class once `lookups` reach its depth.
+    """
+    if not example.difficulty.startswith("hop"):
+        return example.answer
+    points = {pair[0]: pair[1] for pair in example.prompt.split(" ?")[0].split()}
+    parts = []
+    for part in example.answer.split():
+        value = part[0]
+        for _ in range(lookups):
+            value = points.get(value, value)
+        parts.append(part[0] + value)
+    return " ".join(parts)
+
+
 def _hop(rng: random.Random, lookups: int) -> tuple[str, str]:
     pointers = _pointers(rng, CHAINS, CHAIN_LENGTH)
     return _ask(pointers, [(chain, lookups) for chain in rng.sample(range(CHAINS), 2)])

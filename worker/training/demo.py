@@ -1,7 +1,8 @@
 """The two demo models: their sizes, and the training runs that make them.
 
-`demo` (Ouro): stage I trains everything on the expected loss; stage II trains the gate alone on the frozen
-model; then the lookahead and pre-loop gates are distilled. `demo-huginn`: one stage with random loop counts.
+`demo` (Ouro): a warm-up on partial answers; stage I trains everything on the expected loss; stage II
+trains the gate alone on the frozen model; then the lookahead and pre-loop gates are distilled.
+`demo-huginn`: the same warm-up, then final answers only; random loop counts throughout.
 """
 
 import random
@@ -13,7 +14,7 @@ from depthbatch.worker.training.batches import IGNORED, Batch, step_batches
 from depthbatch.worker.training.checkpoints import export
 from depthbatch.worker.training.gates import KINDS, TokenRow, collect_features, fit_gate, save_gate
 from depthbatch.worker.training.huginn import HuginnSize, HuginnTrainer
-from depthbatch.worker.training.objectives import expected_loss, gate_loss, random_depth_loss, sample_loops
+from depthbatch.worker.training.objectives import expected_loss, gate_loss, lookup_loss, random_depth_loss, sample_loops
 from depthbatch.worker.training.ouro import OuroSize, OuroTrainer
 from depthbatch.worker.training.tokenizer import VOCAB_SIZE, build_tokenizer
 from depthbatch.worker.training.trainer import Run, RunConfig
@@ -36,10 +37,12 @@ HUGINN = HuginnSize(
     n_layers_in_recurrent_block=1,
     n_layers_in_coda=1,
     block_size=2048,
-    mean_recurrence=6,
+    mean_recurrence=5,
 )
 HUGINN_MOST_LOOPS = 16
 HUGINN_GRADIENT_LOOPS = 4
+WARMUP_SHARE = 0.6
+"""Share of the steps trained on partial answers, one look-up a loop, before the recipe proper."""
 GATE_STEPS = 300
 DISTIL_STEPS = range(1_000_000, 1_000_040)
 """Step numbers whose batches the gates are distilled on; no training run reaches them."""
@@ -85,7 +88,12 @@ def train_demo(config: RunConfig, directory: Path) -> OuroTrainer:
         The trained model, fp32 master weights.
     """
     model = OuroTrainer(OURO, config.seed)
-    run = Run(model, lambda batch, _: expected_loss(model, batch), config)
+    warmup = int(WARMUP_SHARE * config.steps)
+
+    def objective(batch: Batch, step: int) -> torch.Tensor:
+        return lookup_loss(model, batch) if step < warmup else expected_loss(model, batch)
+
+    run = Run(model, objective, config)
     run.resume()
     run.train("demo", lambda: export(model, directory))
     gate_checkpoint = config.checkpoint.with_name(config.checkpoint.stem + "-gate.pt")
@@ -98,11 +106,12 @@ def train_demo(config: RunConfig, directory: Path) -> OuroTrainer:
 def train_demo_huginn(config: RunConfig, directory: Path) -> HuginnTrainer:
     """Train and export `demo-huginn`; arguments as for `train_demo`."""
     model = HuginnTrainer(HUGINN, config.seed)
+    warmup = int(WARMUP_SHARE * config.steps)
 
     def objective(batch: Batch, step: int) -> torch.Tensor:
         loops = sample_loops(random.Random(f"loops-{config.seed}-{step}"), HUGINN.mean_recurrence, HUGINN_MOST_LOOPS)
         noise = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        return random_depth_loss(model, batch, loops, noise, HUGINN_GRADIENT_LOOPS)
+        return random_depth_loss(model, batch, loops, noise, HUGINN_GRADIENT_LOOPS, step < warmup)
 
     run = Run(model, objective, config)
     run.resume()

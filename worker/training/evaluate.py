@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from depthbatch.worker.training.batches import IGNORED, Batch, collate
+from depthbatch.worker.training.batches import IGNORED, Batch, collate, encode_row
 from depthbatch.worker.training.data import CLASSES, Example
 from depthbatch.worker.training.huginn import HuginnTrainer
 from depthbatch.worker.training.ouro import OuroTrainer
-from depthbatch.worker.training.tokenizer import IM_END, build_tokenizer
+from depthbatch.worker.training.tokenizer import build_tokenizer
 from torch import Tensor
 
 
@@ -54,7 +54,7 @@ class Trace(NamedTuple):
 
 def _batches(examples: list[Example]) -> list[Batch]:
     tokenizer = build_tokenizer()
-    rows = [(tokenizer.encode(e.prompt).ids, [*tokenizer.encode(e.answer).ids, IM_END]) for e in examples]
+    rows = [encode_row(tokenizer, example, example.prompt) for example in examples]
     return [collate(rows[start : start + 128]) for start in range(0, len(rows), 128)]
 
 

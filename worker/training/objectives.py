@@ -43,6 +43,21 @@ def _supervised_losses(model: OuroTrainer, batch: Batch) -> tuple[Tensor, Tensor
     return losses, output.gate_logits[:, chosen]
 
 
+def lookup_loss(model: OuroTrainer, batch: Batch) -> Tensor:
+    """Warm-up: summed over supervised tokens, the mean over loops 2..R of the cross-entropy with the answer
+    after r - 1 look-ups; a scalar.
+
+    Teaches one look-up a loop (loop 1 has no key to look up yet). Without it the second look-up, which
+    only ever pays at the last loops, does not appear within a few thousand steps.
+    """
+    output = model(batch.ids)
+    chosen = batch.targets != IGNORED
+    logits = model.logits(output.states[1:, chosen])
+    last = batch.partial.shape[0] - 1
+    targets = torch.stack([batch.partial[min(i, last)][chosen] for i in range(logits.shape[0])])
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / logits.shape[0]
+
+
 def expected_loss(model: OuroTrainer, batch: Batch) -> Tensor:
     """Stage I: sum over supervised tokens of E_{t~p}[CE_t] - ENTROPY_WEIGHT * H(p); a scalar."""
     losses, gate_logits = _supervised_losses(model, batch)
@@ -82,7 +97,12 @@ def sample_loops(rng: random.Random, mean: float, most: int) -> int:
 
 
 def random_depth_loss(
-    model: HuginnTrainer, batch: Batch, loops: int, generator: torch.Generator, gradient_loops: int
+    model: HuginnTrainer,
+    batch: Batch,
+    loops: int,
+    generator: torch.Generator,
+    gradient_loops: int,
+    by_lookups: bool = False,
 ) -> Tensor:
     """Huginn: summed cross-entropy after `loops` steps from a random state; a scalar.
 
@@ -92,8 +112,10 @@ def random_depth_loss(
         loops: core steps R of this step.
         generator: draws the initial state.
         gradient_loops: backpropagate through the last so many steps only.
+        by_lookups: warm-up; after R steps the target is the answer after R look-ups.
     """
     state = initial_state((*batch.ids.shape, model.size.n_embd), generator)
     final = model(batch.ids, loops, state, gradient_loops).states[-1]
     chosen = batch.targets != IGNORED
-    return F.cross_entropy(model.logits(final)[chosen], batch.targets[chosen], reduction="sum")
+    targets = batch.partial[min(loops, len(batch.partial)) - 1] if by_lookups else batch.targets
+    return F.cross_entropy(model.logits(final)[chosen], targets[chosen], reduction="sum")
