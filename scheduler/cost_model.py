@@ -5,6 +5,7 @@ constant. Knows nothing of schedules. Before the work of a stage has varied, del
 weak prior then splits the time in halves, and fades as soon as the samples say more.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,32 +16,27 @@ _PRIOR_WEIGHT = 0.02  # in samples
 _RIDGE = 1e-9  # relative
 _OUTLIER = 4.0  # a stage that took this many times its prediction was interrupted, not slow
 _MIN_SAMPLES = 3
+_MOST_NOTED = 4096
 
 
 class LinearFit:
-    """t = delta + sum_i slope_i x_i with delta, slopes >= 0."""
+    """t = delta + sum_i slope_i x_i with delta, slopes >= 0. Samples are only noted; ``solve`` takes them in."""
 
     def __init__(self, num_slopes: int) -> None:
         n = num_slopes + 1
         self._xx = np.zeros((n, n))
         self._xy = np.zeros(n)
+        self._noted: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)  # 1, work ..., seconds
         self._coefficients: list[float] | None = None
         self.samples = 0
 
     def add(self, work: Sequence[float], seconds: float) -> None:
         """One stage: its work (rows, context tokens, prompt tokens) and its time."""
-        fit = self._coefficients
-        if fit is not None and seconds > _OUTLIER * (fit[0] + sum(s * x for s, x in zip(fit[1:], work, strict=True))):
-            return
-        self.samples += 1
-        x = np.array((1.0, *work))
-        self._xx *= _FORGET
-        self._xy *= _FORGET
-        self._xx += x[:, None] * x
-        self._xy += x * seconds
+        self._noted.append((1.0, *work, seconds))
 
     def solve(self) -> float | None:
         """Refits; returns delta in seconds, None before there are samples enough."""
+        self._take_in()
         if self.samples < _MIN_SAMPLES:
             return None
         xx, xy = self._with_prior()
@@ -55,6 +51,25 @@ class LinearFit:
         coefficients[keep] = np.maximum(solution, 0.0)
         self._coefficients = coefficients.tolist()
         return self._coefficients[0]
+
+    def _take_in(self) -> None:
+        """Adds the noted samples to the sums, interrupted stages left out."""
+        if not self._noted:
+            return
+        noted = np.array(self._noted)
+        self._noted.clear()
+        if self._coefficients is not None:
+            fits = noted[:, -1] <= _OUTLIER * (noted[:, :-1] @ self._coefficients)
+            if 2 * fits.sum() > len(fits):  # else the device has become slower
+                noted = noted[fits]
+        n = len(noted)
+        self.samples += n
+        x, seconds = noted[:, :-1], noted[:, -1]
+        weighted = x * (_FORGET ** np.arange(n - 1, -1, -1))[:, None]
+        self._xx *= _FORGET**n
+        self._xy *= _FORGET**n
+        self._xx += weighted.T @ x
+        self._xy += weighted.T @ seconds
 
     @property
     def coefficients(self) -> list[float] | None:

@@ -81,6 +81,25 @@ def test_fit_recovers_costs_from_noisy_stages(delta: float, gamma: float, alpha:
     assert abs(solved - delta) < max(0.15 * delta, 0.01 * typical)
 
 
+def test_fit_follows_a_device_that_has_become_slower() -> None:
+    """Ten times slower for good (a clock limit): a filter of outliers alone would refuse every sample from then on."""
+    fit = LinearFit(1)
+    for factor in (1.0, 10.0, 10.0, 10.0):
+        for rows in range(1, 400):
+            fit.add((rows % 64,), factor * (1e-3 + 1e-5 * (rows % 64)))
+        solved = fit.solve()
+    assert solved == pytest.approx(1e-2, rel=0.2)
+
+
+def test_samples_that_nobody_asks_for_do_not_pile_up() -> None:
+    """Traffic of prefills alone never refits."""
+    fit = LinearFit(1)
+    for _ in range(20_000):
+        fit.add((1,), 1e-3)
+    fit.solve()
+    assert fit.samples <= 4096
+
+
 def test_costs_that_never_varied_are_split_by_the_prior() -> None:
     """With one batch size only, delta cannot be known; it must come out between 0 and the whole, never negative or huge."""
     costs = StageCosts()
