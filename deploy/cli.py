@@ -39,6 +39,9 @@ COMMANDS = {
     "chat": Command("depthbatch.deploy.chat", "chat", "interactive chat"),
     "train-demo": Command("depthbatch.worker.training.commands", "train_demo", "train the demo model"),
     "train-gate": Command("depthbatch.worker.training.commands", "train_gate", "distil an exit gate"),
+    "record-exits": Command(
+        "depthbatch.benchmarks.record_exits", "record_exits", "write a workload's exit depths into it"
+    ),
 }
 BENCHMARKS = {
     "trace": Command("depthbatch.benchmarks.trace", "trace", "the schedule of a workload as data"),

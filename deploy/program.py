@@ -6,6 +6,7 @@ DEPTHBATCH_RUN_DIR, with engine.json and http.json in it.
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def _run_frontend(run_dir: Path) -> int:
     from depthbatch.frontend.http.settings import HttpConfig
 
     setup_logging("frontend")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor a connection
     try:
         http = HttpConfig(**json.loads((run_dir / HTTP_FILE).read_text()))
         listener = bind(http)

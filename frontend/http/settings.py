@@ -17,7 +17,7 @@ class HttpConfig:
     port: int = option(8000, "TCP port; 0 = any free one", low=0, high=65535)
     api_key: str | None = option(None, "keys that clients must send (several: separated by commas); none = open")
     served_model_name: str | None = option(None, "name clients use (default: the MODEL argument)")
-    max_requests: int = option(4096, "sequences waiting and running; more get 503 with Retry-After", low=1)
+    max_requests: int = option(8192, "sequences waiting and running; more get 503 with Retry-After", low=1)
     max_n: int = option(16, "largest n", low=1, high=128)
     max_body_bytes: int = option(16 << 20, "largest request body", low=1024)
     max_header_bytes: int = option(64 << 10, "largest request head: request line and headers", low=1024)
