@@ -16,6 +16,13 @@ replays. Padding rows are all zero: slot 0 and block 0 are dummies. ::
         updates: (slot, block_table index, logical block)
 
     slot parameters (optional second frame, applied before the stage):  int32 [n, SLOT_PARAM_FIELDS], see SlotParam
+
+Rarer inputs and outputs travel as bytes inside the messages (StageExtra, StageResult)::
+
+    adjustments   int32 [n, 4]   slot | index within the slot's table | token | float32 bits added to its logit; an
+                                 addition of -inf holds until position MIN_UNTIL of the slot only
+    targets       int32 [n, 2]   index among the packed prompt tokens | token whose logprob is wanted there
+    scores        int32 [n, 1 + 2 k]   float32 bits of a token's logprob | k likeliest tokens | bits of their logprobs
 """
 
 from enum import IntEnum
@@ -59,10 +66,32 @@ class SlotParam(IntEnum):
     SEED_HIGH = 8
     FIRST_OUTPUT = 9  # position of the request's first output token (= prompt length)
     STATE_SEED = 10  # seed of the initial recurrent state (Huginn, state_init = seeded)
+    PRESENCE = 11  # f32
+    FREQUENCY = 12  # f32
+    REPETITION = 13  # f32, 0 = 1 = off
+    MIN_UNTIL = 14  # position of the first output token that may be a stop token (prompt length + min_tokens)
+    ADJUSTMENTS = 15  # entries of the slot's adjustment table
+    CONSTRAINED = 16  # 1 = a grammar says which tokens are allowed
 
 
 SLOT_PARAM_FIELDS = len(SlotParam)
-SLOT_PARAM_FLOATS = (SlotParam.EXIT_THRESHOLD, SlotParam.TEMPERATURE, SlotParam.TOP_P, SlotParam.MIN_P)
+SLOT_PARAM_FLOATS = (
+    SlotParam.EXIT_THRESHOLD,
+    SlotParam.TEMPERATURE,
+    SlotParam.TOP_P,
+    SlotParam.MIN_P,
+    SlotParam.PRESENCE,
+    SlotParam.FREQUENCY,
+    SlotParam.REPETITION,
+)
+MAX_ADJUSTMENTS = 1024  # entries of a slot's adjustment table: logit_bias, and stop tokens while min_tokens holds
+MAX_LOGPROBS = 20  # likeliest tokens a scored token comes with
+ADJUSTMENT_FIELDS, TARGET_FIELDS = 4, 2
+
+
+def score_fields(max_logprobs: int) -> int:
+    """Columns of a row of scores with ``max_logprobs`` likeliest tokens."""
+    return 1 + 2 * max_logprobs
 
 
 class PrefillFrame(NamedTuple):

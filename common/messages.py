@@ -40,6 +40,24 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     max_loops: int = 1
     exit_depths: bytes = b""  # replay: uint8 a decode token; missing entries mean max_loops
     priority: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: bytes = b""  # int32 [n, 2]: token, float32 bits
+    logprobs: bool = False  # output tokens come with scores (common.frames)
+    prompt_logprobs: bool = False  # so do the prompt's tokens, all but the first
+    grammar: str = ""  # what the worker's matcher allows (worker.grammar), "" = everything
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Logits are changed before a token is chosen: penalties, bias, or stop tokens held off by min_tokens."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or (self.min_tokens and self.stop_token_ids)
+        )
 
 
 # --- frontend -> scheduler
@@ -54,6 +72,7 @@ class Submit(Message, frozen=True):
     prompt: bytes  # int32 token ids
     params: RequestParams
     generated: bytes = b""  # int32 tokens already produced, when a request is resubmitted after a crash
+    scored: int = 0  # prompt logprobs already delivered, likewise
 
 
 class Abort(Message, frozen=True):
@@ -95,6 +114,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     device: str
     dtype: str
     eos_token_ids: tuple[int, ...] = ()  # end of sequence by the model's files
+    max_logprobs: int = 0  # likeliest tokens a scored token comes with; 0 = this device gives no logprobs
+    grammars: bool = False  # can constrain output
 
 
 class EngineReady(Message, frozen=True):
@@ -102,13 +123,19 @@ class EngineReady(Message, frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One step's news of one request. ``finish_reason`` is set on the last event, which may carry no token."""
+    """One step's news of one request. ``finish_reason`` is set on the last event, which may carry no token.
+
+    ``logprobs``: scores (common.frames), one row a token of this event; ``prompt_logprobs``: one a prompt token, in
+    their order, before the first output token.
+    """
 
     request_id: int
     token_ids: tuple[int, ...]
     exit_depths: tuple[int, ...]
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | None = None  # the stop token id that ended it
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 class Tokens(Message, frozen=True):
@@ -150,6 +177,22 @@ SchedulerMessage = EngineReady | Tokens | Rejected | SchedulerHeartbeat | Schedu
 # --- scheduler -> worker
 
 
+class GrammarStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The slot's request is constrained; ``prompt_tokens``: what a prefill runs over beyond these it has generated."""
+
+    slot: int
+    prompt_tokens: int
+    grammar: str
+
+
+class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Inputs that few prefills have (common.frames)."""
+
+    adjustments: bytes = b""  # int32 [n, 4]
+    targets: bytes = b""  # int32 [n, 2], ascending by index
+    grammars: tuple[GrammarStart, ...] = ()
+
+
 class StageBatch(Message, frozen=True):
     """Header of a stage; the int32 frame of ``common.frames`` is the next part, slot parameters the one after it.
 
@@ -166,6 +209,7 @@ class StageBatch(Message, frozen=True):
     variant: int = 0
     n_slot_params: int = 0  # rows of the slot parameter frame; 0 = no such frame
     after_no_work: bool = False
+    extra: StageExtra | None = None  # prefill only
 
 
 class Variant:
@@ -173,6 +217,9 @@ class Variant:
 
     SAMPLE = 1  # some row has temperature > 0
     GATES = 2  # some row has a gate that decides on the device
+    SHAPE = 4  # some row has penalties, a bias or min_tokens (prefill: some chunk's request)
+    SCORE = 8  # some row that gets a token wants its logprobs
+    CONSTRAIN = 16  # some row has a grammar (prefill: some chunk's request)
 
 
 WorkerCommand = StageBatch | Shutdown
@@ -188,14 +235,17 @@ class WorkerReady(Message, frozen=True):
 
 class StageResult(Message, frozen=True):
     """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). ``flags``: uint8 a row (core:
-    1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). Times are seconds on
-    the worker's clock."""
+    1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). ``scores``: one row
+    (common.frames) a sampled sequence, with Variant.SCORE; ``prompt_scores``: one a target. Times are seconds on the
+    worker's clock."""
 
     step_id: int
     start_s: float
     end_s: float
     token_ids: bytes = b""
     flags: bytes = b""
+    scores: bytes = b""
+    prompt_scores: bytes = b""
 
 
 class WorkerHeartbeat(Message, frozen=True):

@@ -21,7 +21,7 @@ from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.llm import Prompt, describe, encode_prompt, load_model_tokenizer
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, Update
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer
 
@@ -173,7 +173,8 @@ class AsyncEngine:
         name = str(internal_id) if request_id is None else request_id
         mailbox = self._mailboxes[internal_id] = Mailbox(name)
         detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
-        assembler = OutputAssembler(name, detokenizer, params.stop, params.min_tokens)
+        scoring = Scoring(params.logprobs, params.prompt_logprobs, token_ids)
+        assembler = OutputAssembler(name, detokenizer, params.stop, params.min_tokens, scoring)
         try:
             while True:
                 delta = _merge(assembler, await mailbox.take())

@@ -21,6 +21,7 @@ import numpy as np
 import zmq
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, EngineDeadError, RequestError
+from depthbatch.common.frames import score_fields
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
     Abort,
@@ -60,6 +61,8 @@ class LiveRequest:
     prompt: bytes  # int32
     params: RequestParams
     generated: "array[int]" = field(default_factory=lambda: array("i"))
+    prompt_scores: list[bytes] = field(default_factory=list)  # until they go out with the first token
+    scored: int = 0  # prompt tokens whose scores have come
 
 
 class EngineClient:
@@ -221,7 +224,7 @@ class EngineClient:
 
     def _send_submit(self, request_id: int, live: LiveRequest) -> None:
         assert self._link is not None
-        self._link.send(Submit(request_id, live.prompt, live.params, live.generated.tobytes()))
+        self._link.send(Submit(request_id, live.prompt, live.params, live.generated.tobytes(), live.scored))
 
     def _drain(self, updates: list[Update]) -> None:
         while self._link is not None and (received := self._link.receive()) is not None:
@@ -246,12 +249,29 @@ class EngineClient:
         live = self._live.get(event.request_id)
         if live is None:
             return  # aborted here; the scheduler had not heard of it yet
+        if event.prompt_logprobs:
+            assert self.info is not None
+            live.prompt_scores.append(event.prompt_logprobs)
+            live.scored += len(event.prompt_logprobs) // (4 * score_fields(self.info.max_logprobs))
+        if event.finish_reason is None and not event.token_ids:
+            return
         live.generated.extend(event.token_ids)
         if event.finish_reason is not None:
             del self._live[event.request_id]
         error = EngineDeadError("the engine failed on this request") if event.finish_reason == "error" else None
+        prompt_scores = b"".join(live.prompt_scores) if event.token_ids else b""
+        live.prompt_scores.clear()
         updates.append(
-            Update(event.request_id, event.token_ids, event.exit_depths, event.finish_reason, event.stop_reason, error)
+            Update(
+                event.request_id,
+                event.token_ids,
+                event.exit_depths,
+                event.finish_reason,
+                event.stop_reason,
+                error,
+                event.logprobs,
+                prompt_scores,
+            )
         )
 
     def _on_ready(self, info: EngineInfo) -> None:

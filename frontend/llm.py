@@ -13,7 +13,7 @@ from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Update
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Scoring, Update
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
 
@@ -164,7 +164,13 @@ class LLM:
         try:
             for index, (ids, own) in enumerate(zip(encoded, per_prompt, strict=True)):
                 detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
-                assembler = OutputAssembler(str(index), detokenizer, own.stop, own.min_tokens)
+                assembler = OutputAssembler(
+                    str(index),
+                    detokenizer,
+                    own.stop,
+                    own.min_tokens,
+                    Scoring(own.logprobs, own.prompt_logprobs, ids),
+                )
                 request_id = client.submit(ids, own)
                 live[request_id] = (index, assembler)
                 self._inboxes[request_id] = inbox

@@ -6,17 +6,21 @@ Every refusal is a RequestError that names the field.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 from depthbatch.common.errors import RequestError
+from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_LOGIT_BIAS = 512
+MAX_STOP_TOKEN_IDS = 256
 SEED_MASK = (1 << 64) - 1
 
 
@@ -48,7 +52,13 @@ RANGES = {
     "num_loops": Range(int, 1, 255),
     "priority": Range(int, -(2**20) + 1, 2**20 - 1),
     "timeout_s": Range(float, 0.0, math.inf, low_open=True),
+    "presence_penalty": Range(float, -2.0, 2.0),
+    "frequency_penalty": Range(float, -2.0, 2.0),
+    "repetition_penalty": Range(float, 0.0, 10.0, low_open=True),
+    "logprobs": Range(int, 0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(int, 0, MAX_LOGPROBS),
 }
+BIAS = Range(float, -100.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,12 @@ class SamplingParams:
     exit_depths: Sequence[int] | None = None  # replay: depth of each decode token; implies gate "replay"
     priority: int = 0
     timeout_s: float | None = None  # from submission to the last token
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # of tokens in prompt or output, 1 = off
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens; kept as sorted pairs
+    logprobs: int | None = None  # output tokens come with their logprob and those of this many likeliest tokens
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
         for name, bounds in RANGES.items():
@@ -86,6 +102,7 @@ class SamplingParams:
             raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _whole_numbers("stop_token_ids", self.stop_token_ids, 0))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         if self.exit_depths is not None:
             object.__setattr__(self, "exit_depths", _whole_numbers("exit_depths", self.exit_depths, 1))
         if self.gate is not None and self.gate not in GATE_BY_LABEL:
@@ -118,6 +135,26 @@ def _whole_numbers(name: str, values: Any, low: int) -> tuple[int, ...]:
     if not whole or any(v < low for v in values):
         raise RequestError(f"{name} must be a list of whole numbers of at least {low}, not {values!r}", name)
     return tuple(values)
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Token and addition, ascending. Keys may be the decimal strings that JSON has instead of numbers."""
+    if bias is None:
+        return ()
+    if not isinstance(bias, Mapping):
+        if isinstance(bias, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias):
+            return _bias_pairs(dict(bias))  # dataclasses.replace hands back what we made of it
+        raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}", "logit_bias")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}", "logit_bias")
+    pairs = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+            raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
+        _check_number("logit_bias", value, BIAS)
+        pairs[token] = float(value)
+    return tuple(sorted(pairs.items()))
 
 
 # --- resolution against the running engine
@@ -162,12 +199,15 @@ class RequestDefaults:
             )
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens {params.min_tokens} is more than the {max_tokens} that fit", "min_tokens")
+        stop_token_ids = self._stop_token_ids(params)
+        if params.min_tokens and len(stop_token_ids) >= self.info.vocab_size:
+            raise RequestError("min_tokens: every token of the vocabulary is a stop token", "min_tokens")
         depth = self._depth(params)
         seed = _mix(self._seed, ordinal) if params.seed is None else params.seed & SEED_MASK
         return RequestParams(
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
-            stop_token_ids=self._stop_token_ids(params),
+            stop_token_ids=stop_token_ids,
             temperature=float(params.temperature),
             top_k=max(params.top_k, 0),
             top_p=float(params.top_p),
@@ -179,9 +219,39 @@ class RequestDefaults:
             max_loops=depth.max_loops,
             exit_depths=bytes(params.exit_depths or ()),
             priority=params.priority,
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            repetition_penalty=float(params.repetition_penalty),
+            logit_bias=self._logit_bias(params),
+            logprobs=self._wants("logprobs", params.logprobs),
+            prompt_logprobs=self._wants("prompt_logprobs", params.prompt_logprobs),
         )
 
+    def _logit_bias(self, params: SamplingParams) -> bytes:
+        """int32 [n, 2]: token, float32 bits."""
+        assert isinstance(params.logit_bias, tuple)
+        rows = np.empty((len(params.logit_bias), 2), np.int32)
+        for row, (token, value) in zip(rows, params.logit_bias, strict=True):
+            if token >= self.info.vocab_size:
+                raise RequestError(
+                    f"logit_bias: {token} is not below the vocabulary size {self.info.vocab_size}", "logit_bias"
+                )
+            row[0], row[1] = token, np.float32(value).view(np.int32)
+        return rows.tobytes()
+
+    def _wants(self, name: str, count: int | None) -> bool:
+        """Whether logprobs are asked for; RequestError when this engine has fewer, or none."""
+        if count is None:
+            return False
+        if not self.info.max_logprobs:
+            raise RequestError(f"{name}: this engine gives none", name)
+        if count > self.info.max_logprobs:
+            raise RequestError(f"{name} must be at most {self.info.max_logprobs}, not {count}", name)
+        return True
+
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens", "stop_token_ids")
         for token in params.stop_token_ids:
             if token >= self.info.vocab_size:
                 raise RequestError(

@@ -2,9 +2,9 @@
 
 import numpy as np
 from depthbatch.common.frames import Int32Array
-from depthbatch.scheduler.assembly import PrefillChunk
 from depthbatch.scheduler.blocks import BlockPool, SlotPool
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.extras import PrefillChunk
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
 

@@ -14,6 +14,7 @@ from depthbatch.common.frames import (
     SlotParam,
 )
 from depthbatch.common.messages import StageBatch
+from depthbatch.scheduler.extras import PrefillChunk, num_adjustments
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import SlotArray
 
@@ -24,16 +25,6 @@ class ScheduledStage(NamedTuple):
     header: StageBatch
     frame: Int32Array  # flat for prefill, [3, bucket] for decode stages
     slot_params: Int32Array | None  # [n, SLOT_PARAM_FIELDS]
-
-
-class PrefillChunk(NamedTuple):
-    """The part of one prompt that a prefill batch runs."""
-
-    request: Request
-    start: int
-    length: int
-    is_last: bool
-    new_blocks: Int32Array  # blocks the slot gets with this chunk, from table index 0 on
 
 
 def decode_frame(slots: SlotArray, positions: Int32Array, aux: Int32Array | None, bucket: int) -> Int32Array:
@@ -87,6 +78,9 @@ _FLOAT_COLUMNS = {
     SlotParam.TEMPERATURE: "temperature",
     SlotParam.TOP_P: "top_p",
     SlotParam.MIN_P: "min_p",
+    SlotParam.PRESENCE: "presence_penalty",
+    SlotParam.FREQUENCY: "frequency_penalty",
+    SlotParam.REPETITION: "repetition_penalty",
 }
 _INT_COLUMNS: dict[SlotParam, Callable[[Request], int]] = {
     SlotParam.SLOT: lambda request: request.slot,
@@ -95,6 +89,9 @@ _INT_COLUMNS: dict[SlotParam, Callable[[Request], int]] = {
     SlotParam.SEED_LOW: lambda request: _as_int32(request.params.seed & 0xFFFFFFFF),
     SlotParam.SEED_HIGH: lambda request: _as_int32(request.params.seed >> 32 & 0xFFFFFFFF),
     SlotParam.FIRST_OUTPUT: lambda request: request.prompt.size,
+    SlotParam.MIN_UNTIL: lambda request: request.prompt.size + request.params.min_tokens,
+    SlotParam.ADJUSTMENTS: lambda request: num_adjustments(request.params),
+    SlotParam.CONSTRAINED: lambda request: bool(request.params.grammar),
     SlotParam.STATE_SEED: lambda request: _as_int32((request.params.seed ^ request.params.seed >> 32) & 0xFFFFFFFF),
 }
 

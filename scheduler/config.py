@@ -35,6 +35,8 @@ class SchedulerConfig:
     async_scheduling: str = "off"
     gates: tuple[Gate, ...] = tuple(Gate)
     kv_layout: KVLayout = KVLayout.SINGLE
+    max_logprobs: int = 0  # 0: the worker scores no tokens
+    grammars: bool = False  # the worker can constrain output
 
     def __post_init__(self) -> None:
         _check(self.policy in POLICIES, f"policy '{self.policy}' is not one of {', '.join(POLICIES)}")
@@ -93,6 +95,8 @@ class SchedulerConfig:
             async_scheduling=options.async_scheduling,
             gates=tuple(info.gates),
             kv_layout=layout,
+            max_logprobs=info.max_logprobs,
+            grammars=info.grammars,
         )
 
     @property

@@ -4,6 +4,9 @@ submit, abort, next_stage and complete are all there is. Row state advances when
 tokens and gate flags. It composes: queues, pools, rows, policy, frames and counters each live in their own module.
 """
 
+from collections.abc import Iterable
+from itertools import islice, repeat
+
 import numpy as np
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import Int32Array, Stage
@@ -13,6 +16,7 @@ from depthbatch.scheduler.assembly import ScheduledStage, decode_frame, prefill_
 from depthbatch.scheduler.choice import make_policy
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.counters import Counters
+from depthbatch.scheduler.extras import Targets, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
 from depthbatch.scheduler.policies import Move, Policy
 from depthbatch.scheduler.requests import Request, State
@@ -97,8 +101,10 @@ class Scheduler:
             self.policy.observe(step, result.start_s, result.end_s)
         if step.decides:
             self._apply_flags(step, result.flags)
+        if step.targets is not None:
+            self._deliver_prompt(step, step.targets, result.prompt_scores)
         if step.requests:
-            self._deliver(step, result.token_ids)
+            self._deliver(step, result)
         self._check_when_idle()
         return self.drain_events()
 
@@ -121,6 +127,7 @@ class Scheduler:
             self._wait_again(request)
         for request in self._requests.values():
             request.dispatched = len(request.output)
+            request.targets_sent = request.targets_known
 
     @property
     def num_running(self) -> int:
@@ -209,7 +216,7 @@ class Scheduler:
         last = slots[positions >= rows.last_position.take(slots)]
         by_slot = rows.request
         requests = tuple([by_slot[slot] for slot in slots.tolist()])
-        step = InFlightStep(self._take_step_id(), Stage.CODA, slots, now)
+        step = InFlightStep(self._take_step_id(), Stage.CODA, slots, now, scored=rows.any_of("scored", slots))
         step.requests = requests  # type: ignore[assignment]
         step.depths = tuple(depths.tolist())
         positions += 1
@@ -219,7 +226,14 @@ class Scheduler:
             request.dispatched += 1  # type: ignore[union-attr]
         for slot in last.tolist():
             self._drain(slot)
-        return self._send(step, frame, Variant.SAMPLE if sample else 0)
+        variant = Variant.SAMPLE if sample else 0
+        if rows.any_of("shaped", slots):
+            variant |= Variant.SHAPE
+        if rows.any_of("constrained", slots):
+            variant |= Variant.CONSTRAIN
+        if step.scored:
+            variant |= Variant.SCORE
+        return self._send(step, frame, variant)
 
     def _prelude(self, now: float) -> ScheduledStage | None:
         """None when preemption has left nothing to run."""
@@ -256,10 +270,13 @@ class Scheduler:
             rows=len(chunks),
             n_tokens=n_tokens,
             n_updates=sum(chunk.new_blocks.size for chunk in chunks),
-            variant=Variant.SAMPLE if any(request.params.temperature > 0 for request in finished) else 0,
+            variant=prefill_variant(chunks),
             n_slot_params=0 if params is None else len(params),
             after_no_work=self._nothing_ran,
+            extra=stage_extra(chunks),
         )
+        step.scored = bool(header.variant & Variant.SCORE)
+        step.targets = take_targets(chunks)
         for request in finished:
             request.dispatched += 1
             self.rows.start_decode(request.slot, request.computed)
@@ -308,13 +325,26 @@ class Scheduler:
         if leaving.size:
             rows.move(leaving, READY, EXITED)
 
-    def _deliver(self, step: InFlightStep, data: bytes) -> None:
+    def _deliver_prompt(self, step: InFlightStep, targets: Targets, scores: bytes) -> None:
+        """Scores of prompt tokens become events without tokens."""
+        rows = iter(split_rows(scores, sum(targets.counts)))
+        for request, count in zip(*targets, strict=True):
+            data = b"".join(islice(rows, count))
+            if request.state is not State.DONE:
+                request.targets_known += count
+                self._events.append(TokenEvent(request.request_id, (), (), prompt_logprobs=data))
+
+    def _deliver(self, step: InFlightStep, result: StageResult) -> None:
         """Sampled tokens become events; a stop token ends its request one result late (architecture, section 3)."""
-        tokens = np.frombuffer(data, "<i4").tolist()
+        tokens = np.frombuffer(result.token_ids, "<i4").tolist()
         if len(tokens) != len(step.requests):
             raise ValueError(f"step {step.step_id} samples {len(step.requests)} tokens, its result has {len(tokens)}")
         events, dropped = self._events, 0
-        for request, token, depth in zip(step.requests, tokens, step.depths, strict=True):
+        scores: Iterable[bytes] = repeat(b"")
+        if step.scored:
+            rows = split_rows(result.scores, len(tokens))
+            scores = [row if r.params.logprobs else b"" for r, row in zip(step.requests, rows, strict=True)]
+        for request, token, depth, score in zip(step.requests, tokens, step.depths, scores, strict=False):
             if request.state is State.DONE:
                 dropped += 1
                 continue
@@ -323,20 +353,20 @@ class Scheduler:
             if token in request.stop_ids or len(output) >= request.limit:
                 reason = self._finish_reason(request)
                 if reason is not None:
-                    self._finish(request, token, depth, reason)
+                    self._finish(request, token, depth, reason, score)
                     continue
-            events.append(TokenEvent(request.request_id, (token,), (depth,)))
+            events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=score))
             if self._unsettled and request.pending == 0:
                 self._unsettled.pop(request.request_id, None)
         self.counters.dropped_tokens += dropped
         self.counters.generation_tokens += len(tokens) - dropped
         self.counters.depths(step.depths)
 
-    def _finish(self, request: Request, token: int, depth: int, reason: str) -> None:
+    def _finish(self, request: Request, token: int, depth: int, reason: str, score: bytes) -> None:
         if request.state is State.ACTIVE:  # a stop token: what was dispatched since is wasted
             self.counters.lookahead_wasted_steps += self._in_flight.steps_with(request.slot)
         self._detach(request)
-        self._events.append(self._terminal(request, (token,), (depth,), reason))
+        self._events.append(self._terminal(request, (token,), (depth,), reason, score))
 
     def _finish_reason(self, request: Request) -> str | None:
         """Why the request ends with its last known token."""
@@ -345,12 +375,15 @@ class Scheduler:
             return "stop"
         return "length" if len(output) >= request.limit else None
 
-    def _terminal(self, request: Request, tokens: tuple[int, ...], depths: tuple[int, ...], reason: str) -> TokenEvent:
+    def _terminal(
+        self, request: Request, tokens: tuple[int, ...], depths: tuple[int, ...], reason: str, score: bytes = b""
+    ) -> TokenEvent:
         """The one last event of a request; the request is forgotten."""
         request.state = State.DONE
         del self._requests[request.request_id]
         self.counters.finished(reason)
-        return TokenEvent(request.request_id, tokens, depths, reason, request.output[-1] if reason == "stop" else None)
+        stop_reason = request.output[-1] if reason == "stop" else None
+        return TokenEvent(request.request_id, tokens, depths, reason, stop_reason, score)
 
     # --- requests that leave their slot
 

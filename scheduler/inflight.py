@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.extras import Targets
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import SlotArray
 
@@ -25,6 +26,8 @@ class InFlightStep:
     tokens: int = 0  # prompt tokens of a prefill; context tokens of a core step under a policy that learns
     requests: tuple[Request, ...] = ()  # one a sampled token
     depths: tuple[int, ...] = ()  # exit depth of each sampled token
+    scored: bool = False  # its tokens come with scores
+    targets: Targets | None = None  # prompt tokens that it scores
 
 
 class InFlight:

@@ -38,6 +38,8 @@ class Request:
     state: State = State.WAITING
     epoch: int = 0  # bumped on preemption and recovery
     preempted: bool = False
+    targets_sent: int = 0  # prompt tokens, the first apart, whose scoring prefill has been dispatched
+    targets_known: int = 0  # and answered
 
     @property
     def length(self) -> int:

@@ -63,11 +63,15 @@ class RowState:
         self.own = np.zeros(rows, np.bool_)  # that decision is needed before the next stage
         self.preloop = np.zeros(rows, np.bool_)  # prelude returns the depth
         self.replayed = np.zeros(rows, np.bool_)
+        self.shaped = np.zeros(rows, np.bool_)  # penalties, bias or min_tokens
+        self.scored = np.zeros(rows, np.bool_)  # wants logprobs
+        self.constrained = np.zeros(rows, np.bool_)  # has a grammar
         self.num_blocks = np.zeros(rows, np.int32)
         self.table = np.zeros((rows, max_blocks_per_seq), np.int32)  # logical blocks
         self.replay = np.zeros((rows, 0), np.uint8)  # depth by decode token, grown on demand
         self.request: list[Request | None] = [None] * rows
-        self.active_with = {"sampled": 0, "gated": 0, "own": 0, "preloop": 0, "replayed": 0}
+        kinds = ("sampled", "gated", "own", "preloop", "replayed", "shaped", "scored", "constrained")
+        self.active_with = dict.fromkeys(kinds, 0)
 
     def in_phase(self, phase: int) -> SlotArray:
         """Slots of a queue, ascending."""
@@ -157,6 +161,9 @@ class RowState:
             "own": gate is Gate.OWN,
             "preloop": gate is Gate.PRELOOP,
             "replayed": gate is Gate.REPLAY,
+            "shaped": request.params.shapes_logits,
+            "scored": request.params.logprobs,
+            "constrained": bool(request.params.grammar),
         }
         for kind, value in holds.items():
             getattr(self, kind)[slot] = value and sign > 0

@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 from depthbatch.common.errors import RequestError
+from depthbatch.common.frames import MAX_ADJUSTMENTS
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import MAX_PRIORITY, SchedulerConfig
+from depthbatch.scheduler.extras import num_adjustments
 from depthbatch.scheduler.requests import Request
 
 
@@ -31,6 +33,8 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
         stop_ids=frozenset(params.stop_token_ids),
         output=generated,
         dispatched=len(generated),
+        targets_sent=submit.scored,
+        targets_known=submit.scored,
     )
 
 
@@ -47,6 +51,7 @@ def _gate_in_force(params: RequestParams, full_depth: bool) -> Gate:
 def _check_prompt(submit: Submit, config: SchedulerConfig) -> None:
     for name, data in (("prompt", submit.prompt), ("generated", submit.generated)):
         _require(len(data) % 4 == 0, name, f"{name} has {len(data)} bytes, not whole int32 tokens")
+    _require(len(submit.params.logit_bias) % 8 == 0, "logit_bias", "logit_bias is not pairs of token and float32")
     tokens = len(submit.prompt) // 4
     _require(tokens > 0, "prompt", "prompt is empty")
     _require(
@@ -76,6 +81,52 @@ def _check_limits(submit: Submit, config: SchedulerConfig) -> None:
     )
     _require(-(1 << 63) <= params.seed < 1 << 64, "seed", f"seed must fit 64 bits, not {params.seed}")
     _require(0 <= params.top_k < 1 << 31, "top_k", f"top_k must be in 0..2^31-1, not {params.top_k}")
+
+
+def _check_logits(submit: Submit, config: SchedulerConfig) -> None:
+    params = submit.params
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    for name, value in zip(("presence_penalty", "frequency_penalty", "repetition_penalty"), penalties, strict=True):
+        _require(math.isfinite(value), name, f"{name} must be finite, not {value}")
+    _require(
+        params.repetition_penalty > 0,
+        "repetition_penalty",
+        f"repetition_penalty must be above 0, not {params.repetition_penalty}",
+    )
+    bias = np.frombuffer(params.logit_bias, "<i4").reshape(-1, 2)
+    tokens = bias[:, 0]
+    _require(
+        bool(((tokens >= 0) & (tokens < config.vocab_size)).all()),
+        "logit_bias",
+        f"logit_bias holds a token id outside the vocabulary of {config.vocab_size}",
+    )
+    _require(bool(np.isfinite(bias[:, 1].view(np.float32)).all()), "logit_bias", "logit_bias must be finite")
+    entries = num_adjustments(params)
+    _require(
+        entries <= MAX_ADJUSTMENTS,
+        "logit_bias",
+        f"logit_bias and the stop tokens of min_tokens are {entries} tokens, more than {MAX_ADJUSTMENTS}",
+    )
+    stops = params.stop_token_ids
+    _require(
+        not stops or (min(stops) >= 0 and max(stops) < config.vocab_size),
+        "stop_token_ids",
+        f"stop_token_ids holds an id outside the vocabulary of {config.vocab_size}",
+    )
+    _require(
+        not params.min_tokens or len(set(stops)) < config.vocab_size,
+        "min_tokens",
+        "min_tokens: every token of the vocabulary is a stop token",
+    )
+
+
+def _check_features(submit: Submit, config: SchedulerConfig) -> None:
+    params = submit.params
+    for name in ("logprobs", "prompt_logprobs"):
+        _require(config.max_logprobs > 0 or not getattr(params, name), name, f"{name}: this device gives none")
+    _require(config.grammars or not params.grammar, "grammar", "this engine cannot constrain output by a grammar")
+    prompt_tokens = len(submit.prompt) // 4
+    _require(0 <= submit.scored <= prompt_tokens, "scored", f"{submit.scored} of {prompt_tokens} prompt tokens scored")
 
 
 def _check_depth(submit: Submit, config: SchedulerConfig) -> None:
@@ -136,6 +187,8 @@ def _require(holds: bool, param: str, message: str) -> None:
 _CHECKS: tuple[Callable[[Submit, SchedulerConfig], None], ...] = (
     _check_prompt,
     _check_limits,
+    _check_logits,
+    _check_features,
     _check_depth,
     _check_gate,
 )

@@ -14,13 +14,15 @@ class DecodeBuffers:
     ``frame`` is the stage's input exactly as it travels; slots, positions and aux are its rows.
     """
 
-    def __init__(self, bucket: int, device: torch.device) -> None:
+    def __init__(self, bucket: int, device: torch.device, score_columns: int = 0) -> None:
+        """``score_columns``: width of a row of scores, where the stage has some."""
         self.bucket = bucket
         self._host = torch.zeros(ROW_FIELDS, bucket, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.frame = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self.planes = torch.zeros(bucket, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(bucket, dtype=torch.int32, device=device)
         self.flags = torch.zeros(bucket, dtype=torch.uint8, device=device)
+        self.scores = torch.zeros(bucket, score_columns, dtype=torch.int32, device=device)
 
     @property
     def slots(self) -> Tensor:
@@ -44,4 +46,4 @@ class DecodeBuffers:
             self.frame.copy_(self._host, non_blocking=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.frame, self.planes, self.tokens, self.flags)
+        return (self.frame, self.planes, self.tokens, self.flags, self.scores)

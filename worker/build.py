@@ -27,6 +27,7 @@ from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.overlapped import OverlappedRunner
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.runner import Runner
+from depthbatch.worker.scores import num_likeliest
 from depthbatch.worker.slots import SlotState
 from depthbatch.worker.stages import Sampler, Stages
 
@@ -88,15 +89,9 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
     )
     warm_up(stages, device, config.model)
     if device.type == "cuda":
-        words = largest_prefill_words(config.max_num_batched_tokens, limits)
-        return BuiltRunner(OverlappedRunner(stages, limits, CudaAccelerator(device), words), info)
+        runner = OverlappedRunner(stages, limits, CudaAccelerator(device), config.max_num_batched_tokens)
+        return BuiltRunner(runner, info)
     return BuiltRunner(Runner(stages, limits, device), info)
-
-
-def largest_prefill_words(max_num_batched_tokens: int, limits: StageLimits) -> int:
-    """int32 of the largest prefill frame: every slot in it, and every block new (common.frames)."""
-    updates = min(limits.num_blocks, limits.num_slots * limits.max_blocks)
-    return 4 * limits.num_slots + max_num_batched_tokens + 3 * updates
 
 
 def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:
@@ -162,6 +157,7 @@ def engine_info(
         device=device.type,
         dtype=str(spec.dtype).removeprefix("torch."),
         eos_token_ids=spec.eos_token_ids,
+        max_logprobs=num_likeliest(spec.vocab_size),
     )
 
 
@@ -183,12 +179,10 @@ def warm_up(stages: Stages, device: torch.device, name: str) -> None:
     Raises ModelError when the model's logits or gate are not finite.
     """
     greedy = Sampler(sample=False, filtered=False)
-    prompt = np.zeros(4 + WARM_UP_TOKENS, np.int32)
-    prompt[2:4] = WARM_UP_TOKENS, 1  # one sequence of slot 0 from position 0, which is sampled
     buffers = DecodeBuffers(1, device)
     spec = stages.model.spec
     with torch.inference_mode():
-        stages.prefill(PrefillInput.upload(prompt, WARM_UP_TOKENS, 0, device), greedy)
+        stages.prefill(PrefillInput.dummy(WARM_UP_TOKENS, device), greedy)
         buffers.fill(np.array([0, WARM_UP_TOKENS, 0], np.int32))
         stages.prelude(buffers)
         buffers.fill(np.array([0, WARM_UP_TOKENS, 1], np.int32))

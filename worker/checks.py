@@ -8,17 +8,20 @@ from typing import NamedTuple
 
 import numpy as np
 from depthbatch.common.frames import (
+    ADJUSTMENT_FIELDS,
+    MAX_ADJUSTMENTS,
     ROW_AUX,
     ROW_FIELDS,
     ROW_POSITION,
     ROW_SLOT,
     SLOT_PARAM_FIELDS,
+    TARGET_FIELDS,
     Int32Array,
     SlotParam,
     Stage,
     split_prefill_frame,
 )
-from depthbatch.common.messages import StageBatch
+from depthbatch.common.messages import StageBatch, StageExtra
 
 _STAGES = frozenset(stage.value for stage in Stage)
 
@@ -59,7 +62,10 @@ def check_stage(header: StageBatch, frame: Int32Array, slot_params: Int32Array |
     _check_slot_params(header, slot_params, limits)
     if header.stage == Stage.PREFILL:
         _check_prefill(header, frame, limits)
+        if header.extra is not None:
+            _check_extra(header, header.extra, limits)
     else:
+        _require(header.extra is None, header, "a decode stage with extra inputs")
         _check_decode(header, frame, limits)
 
 
@@ -107,6 +113,30 @@ def _check_prefill(header: StageBatch, frame: Int32Array, limits: StageLimits) -
     _require(_within(parts.updates[:, 0], 1, limits.num_slots), header, "update of a slot that does not exist")
     _require(_within(parts.updates[:, 1], 0, limits.max_blocks - 1), header, "update outside the block table")
     _require(_within(parts.updates[:, 2], 1, limits.num_blocks - 1), header, "block out of range")
+
+
+def _check_extra(header: StageBatch, extra: StageExtra, limits: StageLimits) -> None:
+    for data, fields in ((extra.adjustments, ADJUSTMENT_FIELDS), (extra.targets, TARGET_FIELDS)):
+        _require(len(data) % (4 * fields) == 0, header, f"{len(data)} bytes are not rows of {fields} int32")
+    adjustments, targets = adjustments_of(extra), targets_of(extra)
+    _require(_within(adjustments[:, 0], 1, limits.num_slots), header, "adjustment of a slot that does not exist")
+    _require(_within(adjustments[:, 1], 0, MAX_ADJUSTMENTS - 1), header, "adjustment outside the slot's table")
+    _require(_within(adjustments[:, 2], 0, limits.vocab_size - 1), header, "adjusted token out of range")
+    _require(_within(targets[:, 0], 0, header.n_tokens - 1), header, "target outside the prompt tokens")
+    _require(_within(targets[:, 1], 0, limits.vocab_size - 1), header, "target token out of range")
+    _require(
+        all(1 <= g.slot <= limits.num_slots for g in extra.grammars), header, "grammar of a slot that does not exist"
+    )
+
+
+def adjustments_of(extra: StageExtra) -> Int32Array:
+    """[n, 4]"""
+    return np.frombuffer(extra.adjustments, "<i4").reshape(-1, ADJUSTMENT_FIELDS)
+
+
+def targets_of(extra: StageExtra) -> Int32Array:
+    """[n, 2]"""
+    return np.frombuffer(extra.targets, "<i4").reshape(-1, TARGET_FIELDS)
 
 
 def _check_slots(header: StageBatch, slots: Int32Array, limits: StageLimits) -> None:

@@ -13,7 +13,7 @@ only after its stage was read; the ring is deeper than the stages in flight. Kno
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -24,9 +24,10 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.accelerator import Accelerator, Lane, Mark, Work
 from depthbatch.worker.buffers import DecodeBuffers
-from depthbatch.worker.checks import StageError, StageLimits, check_stage
+from depthbatch.worker.checks import StageError, StageLimits, adjustments_of, check_stage, targets_of
 from depthbatch.worker.completions import CompletionWatch
 from depthbatch.worker.models.interface import ModelSpec
+from depthbatch.worker.piecewise import PiecewisePrefill
 from depthbatch.worker.prefill_input import PrefillInput, sampled_sequences
 from depthbatch.worker.runner import Runner
 from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
@@ -34,6 +35,10 @@ from depthbatch.worker.stages import Sampler, Stages
 from torch import Tensor
 
 RING_DEPTH = 64  # two core steps and every boundary stage that may ride along between them
+
+
+# Penalties and logprobs are rare enough to share one form: a row that asks for neither gets the same token from it.
+FULL = Sampler(sample=True, filtered=True, shaped=True, scored=True)
 
 
 class Form(NamedTuple):
@@ -54,6 +59,8 @@ def forms_of(spec: ModelSpec) -> tuple[Form, ...]:
         Form(Stage.CODA),
         Form(Stage.CODA, sampler=Sampler(True, False)),
         Form(Stage.CODA, sampler=Sampler(True, True)),
+        Form(Stage.CODA, sampler=FULL),
+        Form(Stage.CODA, sampler=FULL._replace(constrained=True)),
     )
 
 
@@ -63,28 +70,35 @@ class RingEntry:
 
     host: Tensor  # int32 [words], pinned
     inputs: Tensor  # int32 [words], on the device
-    results: Tensor  # int32 [rows], on the device
-    results_host: Tensor  # int32 [rows], pinned
+    results: Tensor  # int32 [rows * (1 + score columns)], on the device: one value a row, then their scores
+    results_host: Tensor  # the same, pinned
     header: StageBatch | None = None  # None: free
     started: Mark | None = None
     ended: Mark | None = None
-    count: int = 0  # results the host wants
+    count: int = 0  # rows whose value the host wants
+    n_scores: int = 0  # values of their scores
+    prompt_scores: Tensor | None = None  # int32 [n_targets, score columns], pinned
+    kept: list[Tensor] = field(default_factory=list)  # buffers of rare inputs and outputs, alive until it is read
 
 
 class OverlappedRunner(Runner):
     """StageRunner over an accelerator; equal to Runner stage for stage.
 
-    ``prefill_words`` is the size of the largest prefill frame, in int32.
+    ``max_prefill_tokens``: most prompt tokens of one prefill.
     """
 
-    def __init__(self, stages: Stages, limits: StageLimits, accelerator: Accelerator, prefill_words: int) -> None:
+    def __init__(self, stages: Stages, limits: StageLimits, accelerator: Accelerator, max_prefill_tokens: int) -> None:
         super().__init__(stages, limits, accelerator.device)
         self._accelerator = accelerator
         rows = limits.num_slots
+        prefill_words = largest_prefill_words(max_prefill_tokens, limits)
         words = max(prefill_words + rows, 3 * max(limits.buckets)) + rows * SLOT_PARAM_FIELDS
-        self._ring = deque(self._new_entry(words, max(*limits.buckets, rows)) for _ in range(RING_DEPTH))
+        results = max(*limits.buckets, rows) * (1 + self.score_columns)
+        self._ring = deque(self._new_entry(words, results) for _ in range(RING_DEPTH))
         self._launched: deque[RingEntry] = deque()
-        self._graphs = self._capture_all()
+        with torch.inference_mode():
+            self._graphs = self._capture_all()
+            self._pieces = self._capture_pieces(max_prefill_tokens)
         self._watch = CompletionWatch(accelerator)
         self.completions = self._watch.descriptor
 
@@ -98,11 +112,10 @@ class OverlappedRunner(Runner):
         self._upload(entry, header, frame, slot_params)
         accelerator = self._accelerator
         entry.started = accelerator.mark(Lane.COMPUTE)
-        entry.count = self._compute(entry, header, frame)
+        downloads = self._compute(entry, header, frame)
         entry.ended = accelerator.mark(Lane.COMPUTE)
         accelerator.wait_on_lane(Lane.DOWNLOAD, entry.ended)
-        if entry.count:
-            source, target = entry.results[: entry.count], entry.results_host[: entry.count]
+        for target, source in downloads:
             accelerator.submit(Lane.DOWNLOAD, partial(target.copy_, source, non_blocking=True))
         self._launched.append(entry)
         self._watch.add(header.step_id, accelerator.mark(Lane.DOWNLOAD))
@@ -118,30 +131,30 @@ class OverlappedRunner(Runner):
         if header.step_id != stage.step_id:
             raise StageError(f"stage {stage.step_id} read before stage {header.step_id}")
         self._watch.wait(stage.step_id)
-        values = entry.results_host[: entry.count].numpy().copy()
-        entry.header = None
-        if header.stage == Stage.CORE:
-            output = StageOutput(NO_TOKENS, values.astype(np.uint8))
-        else:
-            output = StageOutput(values, NO_FLAGS)
+        output = _output(header, entry)
+        entry.header = entry.prompt_scores = None
+        entry.kept.clear()
         return StageDone(stage.step_id, self._accelerator.passed_s(started), self._accelerator.passed_s(ended), output)
 
-    def _new_entry(self, words: int, rows: int) -> RingEntry:
+    def _new_entry(self, words: int, result_words: int) -> RingEntry:
         accelerator, device = self._accelerator, self._accelerator.device
         inputs = torch.zeros(words, dtype=torch.int32, device=device)
-        results = torch.zeros(rows, dtype=torch.int32, device=device)
-        return RingEntry(accelerator.host_buffer(words), inputs, results, accelerator.host_buffer(rows))
+        results = torch.zeros(result_words, dtype=torch.int32, device=device)
+        return RingEntry(accelerator.host_buffer(words), inputs, results, accelerator.host_buffer(result_words))
 
     def _capture_all(self) -> dict[tuple[Form, int], Work]:
         """One graph per form and bucket, largest first, so that smaller ones fit into the pool's memory."""
-        with torch.inference_mode():
-            return {
-                (form, bucket): self._accelerator.capture(
-                    partial(self._run_form, form, self._buffers[form.stage, bucket])
-                )
-                for bucket in sorted(self.limits.buckets, reverse=True)
-                for form in forms_of(self.stages.model.spec)
-            }
+        return {
+            (form, bucket): self._accelerator.capture(partial(self._run_form, form, self._buffers[form.stage, bucket]))
+            for bucket in sorted(self.limits.buckets, reverse=True)
+            for form in forms_of(self.stages.model.spec)
+        }
+
+    def _capture_pieces(self, max_tokens: int) -> PiecewisePrefill:
+        greedy, chunks = Sampler(False, False), PrefillInput.dummy(1, self._accelerator.device)
+        trial = partial(self.stages.prefill, chunks, greedy)
+        width = self.stages.model.spec.hidden_size
+        return PiecewisePrefill(trial, self.stages.backend.geometry, width, max_tokens, self._accelerator.capture)
 
     def _run_form(self, form: Form, buffers: DecodeBuffers) -> None:
         if form.stage is Stage.PRELUDE:
@@ -168,15 +181,27 @@ class OverlappedRunner(Runner):
         if slot_params is not None:
             rows = entry.inputs[words - slot_params.size : words].view(-1, SLOT_PARAM_FIELDS)
             accelerator.submit(Lane.COMPUTE, partial(self.stages.slots.set_params, rows))
+        if header.extra is not None and header.extra.adjustments:
+            entries = self._upload_rare(entry, adjustments_of(header.extra))
+            accelerator.submit(Lane.COMPUTE, partial(self.stages.slots.shaping.set_adjustments, entries))
 
-    def _compute(self, entry: RingEntry, header: StageBatch, frame: Int32Array) -> int:
-        """Puts the stage on the compute lane; how many results the host wants of it."""
+    def _upload_rare(self, entry: RingEntry, values: Int32Array) -> Tensor:
+        """What staging has no room for, as the compute lane will see it; its buffers live until the stage is read."""
+        accelerator = self._accelerator
+        host = accelerator.host_buffer(values.size)
+        host.numpy()[...] = values.reshape(-1)
+        on_device = torch.empty(values.shape, dtype=torch.int32, device=accelerator.device)
+        accelerator.submit(Lane.UPLOAD, partial(on_device.view(-1).copy_, host, non_blocking=True))
+        accelerator.wait_on_lane(Lane.COMPUTE, accelerator.mark(Lane.UPLOAD))
+        entry.kept += [host, on_device]
+        return on_device
+
+    def _compute(self, entry: RingEntry, header: StageBatch, frame: Int32Array) -> list[tuple[Tensor, Tensor]]:
+        """Puts the stage on the compute lane; what the host wants of it, as (host, device) buffers."""
         accelerator, stage, rows = self._accelerator, Stage(header.stage), header.rows
+        entry.count = entry.n_scores = 0
         if stage is Stage.PREFILL:
-            sampler = self._sampler(header, frame[:rows])
-            n_sampled = int(frame[3 * rows : 4 * rows].sum())
-            accelerator.submit(Lane.COMPUTE, partial(self._prefill, entry, header, frame, n_sampled, sampler))
-            return n_sampled
+            return self._compute_prefill(entry, header, frame)
         buffers = self._buffers[stage, header.bucket]
         form = self._form(stage, header, frame)
         source = entry.inputs[: buffers.frame.numel()].view_as(buffers.frame)
@@ -185,19 +210,78 @@ class OverlappedRunner(Runner):
         if stage is Stage.CODA or form.gates:
             results = buffers.tokens if stage is Stage.CODA else buffers.flags
             accelerator.submit(Lane.COMPUTE, partial(entry.results[:rows].copy_, results[:rows]))
-            return rows
-        return 0
+            entry.count = rows
+        if header.variant & Variant.SCORE:
+            target = self._scores_of(entry, rows)
+            accelerator.submit(Lane.COMPUTE, partial(target.copy_, buffers.scores[:rows]))
+        return self._results_of(entry)
+
+    def _scores_of(self, entry: RingEntry, rows: int) -> Tensor:
+        """Room for the scores of ``rows`` rows behind their values."""
+        entry.n_scores = rows * self.score_columns
+        return entry.results[rows : rows + entry.n_scores].view(rows, self.score_columns)
+
+    def _results_of(self, entry: RingEntry) -> list[tuple[Tensor, Tensor]]:
+        words = entry.count + entry.n_scores
+        return [(entry.results_host[:words], entry.results[:words])] if words else []
 
     def _form(self, stage: Stage, header: StageBatch, frame: Int32Array) -> Form:
-        if stage is Stage.CODA:
-            return Form(stage, sampler=self._sampler(header, frame.reshape(-1)[: header.rows]))
-        return Form(stage, gates=bool(header.variant & Variant.GATES))
+        if stage is not Stage.CODA:
+            return Form(stage, gates=bool(header.variant & Variant.GATES))
+        sampler = self._sampler(header, frame.reshape(-1)[: header.rows])
+        if sampler.shaped or sampler.scored or sampler.constrained:
+            sampler = FULL._replace(constrained=sampler.constrained)
+        return Form(stage, sampler=sampler)
+
+    def _compute_prefill(self, entry: RingEntry, header: StageBatch, frame: Int32Array) -> list[tuple[Tensor, Tensor]]:
+        """Prompts differ too much to be captured whole: the stage is launched piece by piece."""
+        rows, accelerator = header.rows, self._accelerator
+        sampler = self._sampler(header, frame[:rows])
+        entry.count = int(frame[3 * rows : 4 * rows].sum())
+        scores = self._scores_of(entry, entry.count) if sampler.scored else None
+        prompt_scores = targets = None
+        downloads = self._results_of(entry)
+        if header.extra is not None and header.extra.targets:
+            targets = self._upload_rare(entry, targets_of(header.extra))
+            prompt_scores = torch.empty(len(targets), self.score_columns, dtype=torch.int32, device=targets.device)
+            entry.prompt_scores = accelerator.host_buffer(prompt_scores.numel())
+            entry.kept.append(prompt_scores)
+            downloads.append((entry.prompt_scores, prompt_scores.view(-1)))
+        sampled = entry.inputs[frame.size : frame.size + entry.count]
+        inputs = entry.inputs[: frame.size]
+        chunks = PrefillInput.from_frame(frame, inputs, sampled, header.n_tokens, header.n_updates, targets)
+        tokens = entry.results[: entry.count]
+        accelerator.submit(Lane.COMPUTE, partial(self._prefill, chunks, sampler, tokens, scores, prompt_scores))
+        return downloads
 
     def _prefill(
-        self, entry: RingEntry, header: StageBatch, frame: Int32Array, n_sampled: int, sampler: Sampler
+        self,
+        chunks: PrefillInput,
+        sampler: Sampler,
+        tokens: Tensor,
+        scores: Tensor | None,
+        prompt_scores: Tensor | None,
     ) -> None:
-        sampled = entry.inputs[frame.size : frame.size + n_sampled]
-        inputs = entry.inputs[: frame.size]
-        chunks = PrefillInput.from_frame(frame, inputs, sampled, header.n_tokens, header.n_updates)
+        """Runs a prefill into result buffers."""
         with torch.inference_mode():
-            entry.results[:n_sampled].copy_(self.stages.prefill(chunks, sampler))
+            done = self.stages.prefill(chunks, sampler, self._pieces.context)
+            tokens.copy_(done.sampled.tokens)
+            if scores is not None:
+                scores.copy_(done.sampled.scores)
+            if prompt_scores is not None:
+                prompt_scores.copy_(done.prompt_scores)
+
+
+def largest_prefill_words(max_tokens: int, limits: StageLimits) -> int:
+    """int32 of the largest prefill frame: every slot in it, and every block new (common.frames)."""
+    updates = min(limits.num_blocks, limits.num_slots * limits.max_blocks)
+    return 4 * limits.num_slots + max_tokens + 3 * updates
+
+
+def _output(header: StageBatch, entry: RingEntry) -> StageOutput:
+    """The host's copy of a finished stage's results."""
+    values = entry.results_host[: entry.count + entry.n_scores].numpy().copy()
+    if header.stage in (Stage.PRELUDE, Stage.CORE):
+        return StageOutput(NO_TOKENS, values.astype(np.uint8))
+    prompt = NO_TOKENS if entry.prompt_scores is None else entry.prompt_scores.numpy().copy()
+    return StageOutput(values[: entry.count], NO_FLAGS, values[entry.count :], prompt)

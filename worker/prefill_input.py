@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from depthbatch.common.frames import Int32Array, split_prefill_frame
+from depthbatch.common.frames import TARGET_FIELDS, Int32Array, split_prefill_frame
 from depthbatch.worker.attention.interface import PrefillRows
 from torch import Tensor
 
@@ -23,10 +23,17 @@ class PrefillInput(NamedTuple):
     token_ids: Tensor  # [n_tokens]
     updates: Tensor  # [n_updates, 3]
     sampled: Tensor  # [n_sampled]: which sequences end their prompt here
+    targets: Tensor  # [n_targets, 2]: index among the tokens, token whose logprob is wanted there
 
     @classmethod
     def from_frame(
-        cls, frame: Int32Array, on_device: Tensor, sampled: Tensor, n_tokens: int, n_updates: int
+        cls,
+        frame: Int32Array,
+        on_device: Tensor,
+        sampled: Tensor,
+        n_tokens: int,
+        n_updates: int,
+        targets: Tensor | None = None,
     ) -> "PrefillInput":
         """The frame on the host, the same frame on the device, and the indices of its sequences with sample = 1.
 
@@ -38,15 +45,32 @@ class PrefillInput(NamedTuple):
         token_ids = on_device[4 * n_seqs : 4 * n_seqs + n_tokens]
         updates = on_device[4 * n_seqs + n_tokens :].view(n_updates, 3)
         starts, lengths = tuple(host.starts.tolist()), tuple(host.lengths.tolist())
-        return cls(starts, lengths, heads[0], heads[1], heads[2], token_ids, updates, sampled)
+        if targets is None:
+            targets = on_device.new_empty(0, TARGET_FIELDS)
+        return cls(starts, lengths, heads[0], heads[1], heads[2], token_ids, updates, sampled, targets)
 
     @classmethod
-    def upload(cls, frame: Int32Array, n_tokens: int, n_updates: int, device: torch.device) -> "PrefillInput":
-        """Copies a frame to the device, the plain way."""
+    def upload(
+        cls,
+        frame: Int32Array,
+        n_tokens: int,
+        n_updates: int,
+        device: torch.device,
+        targets: Int32Array | None = None,
+    ) -> "PrefillInput":
+        """Copies a frame, and targets [n_targets, 2], to the device, the plain way."""
         n_seqs = (frame.size - n_tokens - 3 * n_updates) // 4
         sampled = sampled_sequences(frame, n_seqs)
         on_device, indices = torch.tensor(frame, device=device), torch.tensor(sampled, device=device)
-        return cls.from_frame(frame, on_device, indices, n_tokens, n_updates)
+        wanted = None if targets is None else torch.tensor(targets, device=device)
+        return cls.from_frame(frame, on_device, indices, n_tokens, n_updates, wanted)
+
+    @classmethod
+    def dummy(cls, n_tokens: int, device: torch.device) -> "PrefillInput":
+        """One prompt of the dummy slot, which is sampled."""
+        frame = np.zeros(4 + n_tokens, np.int32)
+        frame[2:4] = n_tokens, 1
+        return cls.upload(frame, n_tokens, 0, device)
 
     def rows(self, block_table: Tensor) -> PrefillRows:
         """Where every token belongs, at plane 0."""

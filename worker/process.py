@@ -140,7 +140,15 @@ def _frames(header: StageBatch, frames: list[bytes]) -> tuple[Int32Array, Int32A
 
 def _result(done: StageDone) -> StageResult:
     output = done.output
-    return StageResult(done.step_id, done.start_s, done.end_s, output.token_ids.tobytes(), output.flags.tobytes())
+    return StageResult(
+        done.step_id,
+        done.start_s,
+        done.end_s,
+        output.token_ids.tobytes(),
+        output.flags.tobytes(),
+        output.scores.tobytes(),
+        output.prompt_scores.tobytes(),
+    )
 
 
 class Built(NamedTuple):

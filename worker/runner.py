@@ -8,11 +8,12 @@ import time
 import numpy as np
 import numpy.typing as npt
 import torch
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, score_fields
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.buffers import DecodeBuffers
-from depthbatch.worker.checks import StageLimits, check_stage
+from depthbatch.worker.checks import StageLimits, adjustments_of, check_stage, targets_of
 from depthbatch.worker.prefill_input import PrefillInput
+from depthbatch.worker.scores import num_likeliest
 from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
 from depthbatch.worker.stages import Sampler, Stages
 
@@ -25,8 +26,9 @@ class Runner:
     def __init__(self, stages: Stages, limits: StageLimits, device: torch.device) -> None:
         self.stages = stages
         self.limits = limits
+        self.score_columns = score_fields(num_likeliest(limits.vocab_size))
         self._buffers = {
-            (stage, bucket): DecodeBuffers(bucket, device)
+            (stage, bucket): DecodeBuffers(bucket, device, self.score_columns if stage is Stage.CODA else 0)
             for stage in (Stage.PRELUDE, Stage.CORE, Stage.CODA)
             for bucket in limits.buckets
         }
@@ -39,6 +41,9 @@ class Runner:
         with torch.inference_mode():
             if slot_params is not None:
                 self._set_params(slot_params.reshape(-1, SLOT_PARAM_FIELDS))
+            if header.extra is not None and header.extra.adjustments:
+                entries = torch.tensor(adjustments_of(header.extra), device=self._device)
+                self.stages.slots.shaping.set_adjustments(entries)
             output = self._execute(header, frame)
         return InFlight(header.step_id, start, 0.0, output)
 
@@ -69,20 +74,31 @@ class Runner:
 
     def _sampler(self, header: StageBatch, slots: npt.NDArray[np.int32]) -> Sampler:
         """The cheapest sampling that is right for these rows, decided from what the host knows of them."""
-        sample = bool(header.variant & Variant.SAMPLE)
-        return Sampler(sample, sample and bool(self._filtered[slots].any()))
+        variant = header.variant
+        sample = bool(variant & Variant.SAMPLE)
+        return Sampler(
+            sample,
+            sample and bool(self._filtered[slots].any()),
+            bool(variant & Variant.SHAPE),
+            bool(variant & Variant.CONSTRAIN),
+            bool(variant & Variant.SCORE),
+        )
 
     def _execute(self, header: StageBatch, frame: Int32Array) -> StageOutput:
         stage, rows = Stage(header.stage), header.rows
         if stage is Stage.PREFILL:
-            chunks = PrefillInput.upload(frame, header.n_tokens, header.n_updates, self._device)
-            tokens = self.stages.prefill(chunks, self._sampler(header, frame[:rows]))
-            return StageOutput(tokens.cpu().numpy(), NO_FLAGS)
+            targets = None if header.extra is None else targets_of(header.extra)
+            chunks = PrefillInput.upload(frame, header.n_tokens, header.n_updates, self._device, targets)
+            done = self.stages.prefill(chunks, self._sampler(header, frame[:rows]))
+            tokens, scores = (tensor.cpu().numpy() for tensor in done.sampled)
+            return StageOutput(tokens, NO_FLAGS, scores, done.prompt_scores.cpu().numpy())
         buffers = self._buffers[stage, header.bucket]
         buffers.fill(frame)
         if stage is Stage.CODA:
-            self.stages.coda(buffers, self._sampler(header, frame.reshape(-1)[:rows]))
-            return StageOutput(buffers.tokens[:rows].cpu().numpy().copy(), NO_FLAGS)
+            sampler = self._sampler(header, frame.reshape(-1)[:rows])
+            self.stages.coda(buffers, sampler)
+            scores = buffers.scores[: rows if sampler.scored else 0].cpu().numpy().copy()
+            return StageOutput(buffers.tokens[:rows].cpu().numpy().copy(), NO_FLAGS, scores)
         gates = bool(header.variant & Variant.GATES)
         run = self.stages.prelude if stage is Stage.PRELUDE else self.stages.core
         run(buffers, gates)

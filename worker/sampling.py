@@ -8,7 +8,7 @@ neither neighbours nor batch shape can change a draw. Fixed shapes, no host sync
 import numpy as np
 import torch
 from depthbatch.worker.hashing import uniform
-from depthbatch.worker.slots import SlotParams
+from depthbatch.worker.slot_params import SlotParams
 from torch import Tensor
 
 TOKEN_LANE = 0  # draws of one (seed, position) that serve different ends use different lanes

@@ -4,26 +4,12 @@ Slot 0 is a dummy: padding rows read and write it, so padding needs no special c
 queues, or of where a sequence is: positions and loops arrive with every row.
 """
 
-from typing import NamedTuple
-
 import torch
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
 from depthbatch.worker.models.interface import ModelSpec, WorkItem
+from depthbatch.worker.shaping import Shaping
+from depthbatch.worker.slot_params import SlotParams, split_params
 from torch import Tensor
-
-
-class SlotParams(NamedTuple):
-    """The parameters of some rows, each [N]. Float columns are the bits that the scheduler sent."""
-
-    gate: Tensor  # int32, common.gates.Gate
-    exit_threshold: Tensor  # fp32
-    temperature: Tensor  # fp32, 0 = greedy
-    top_k: Tensor  # int32, 0 = off
-    top_p: Tensor  # fp32
-    min_p: Tensor  # fp32
-    seed_low: Tensor  # int32
-    seed_high: Tensor  # int32
-    state_seed: Tensor  # int32
 
 
 class SlotState:
@@ -38,6 +24,7 @@ class SlotState:
         cumulated   .      c      c          c          fp32  [S+1]      p_1 + .. + p_t of the token in the core
         params      .      p      p          p          int32 [S+1, SLOT_PARAM_FIELDS]
         block_table .      b      b          b          int32 [S+1, max_blocks]   logical blocks
+        shaping     counts, penalties' and grammars' tables: worker/shaping.py
     """
 
     def __init__(self, num_slots: int, max_blocks: int, spec: ModelSpec, device: torch.device) -> None:
@@ -52,10 +39,19 @@ class SlotState:
         self.cumulated = torch.zeros(rows, dtype=torch.float32, device=device)
         self.params = torch.zeros(rows, SLOT_PARAM_FIELDS, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self.shaping = Shaping(rows, spec.vocab_size, device)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that lives as long as the worker; none may ever be replaced."""
-        return (self.token, *self.item, self.survival, self.cumulated, self.params, self.block_table)
+        return (
+            self.token,
+            *self.item,
+            self.survival,
+            self.cumulated,
+            self.params,
+            self.block_table,
+            *self.shaping.tensors(),
+        )
 
     def set_params(self, rows: Tensor) -> None:
         """Takes rows of the slot parameter frame: int32 [n, SLOT_PARAM_FIELDS], on the device."""
@@ -63,19 +59,7 @@ class SlotState:
 
     def gather_params(self, slots: Tensor) -> SlotParams:
         """Parameters of the rows; slots int64 [N]."""
-        rows = self.params.index_select(0, slots)
-        floats = rows.view(torch.float32)
-        return SlotParams(
-            gate=rows[:, SlotParam.GATE],
-            exit_threshold=floats[:, SlotParam.EXIT_THRESHOLD],
-            temperature=floats[:, SlotParam.TEMPERATURE],
-            top_k=rows[:, SlotParam.TOP_K],
-            top_p=floats[:, SlotParam.TOP_P],
-            min_p=floats[:, SlotParam.MIN_P],
-            seed_low=rows[:, SlotParam.SEED_LOW],
-            seed_high=rows[:, SlotParam.SEED_HIGH],
-            state_seed=rows[:, SlotParam.STATE_SEED],
-        )
+        return split_params(self.params.index_select(0, slots))
 
     def gather_item(self, slots: Tensor) -> WorkItem:
         """The work items of the rows, each [N, D]; slots int64 [N]."""

@@ -11,16 +11,17 @@ from depthbatch.common.frames import Int32Array
 from depthbatch.common.messages import StageBatch
 from depthbatch.worker.checks import StageLimits
 
+NO_TOKENS = np.empty(0, np.int32)
+NO_FLAGS = np.empty(0, np.uint8)
+
 
 class StageOutput(NamedTuple):
     """What the host gets of a stage."""
 
     token_ids: Int32Array  # one a sampled sequence, in batch order; empty unless prefill or coda
     flags: npt.NDArray[np.uint8]  # one a row; empty unless a core step with gates
-
-
-NO_TOKENS = np.empty(0, np.int32)
-NO_FLAGS = np.empty(0, np.uint8)
+    scores: Int32Array = NO_TOKENS  # one row a sampled sequence, flat; empty unless asked for
+    prompt_scores: Int32Array = NO_TOKENS  # one row a target of a prefill, flat
 
 
 class InFlight(NamedTuple):

@@ -4,9 +4,11 @@ Device code only: no host synchronisation, no shape that depends on data, nothin
 every decode stage can be captured as it stands. Knows nothing of messages, requests or policy.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from depthbatch.common.frames import score_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows, Rotation
 from depthbatch.worker.blocks import BlockStack
@@ -16,7 +18,9 @@ from depthbatch.worker.models.interface import LoopedModel
 from depthbatch.worker.planes import fill_of, needs_fill, planes_of
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.sampling import greedy_tokens, sample_tokens
-from depthbatch.worker.slots import SlotParams, SlotState
+from depthbatch.worker.scores import SLICE_ROWS, num_likeliest, score_rows
+from depthbatch.worker.slot_params import SlotParams
+from depthbatch.worker.slots import SlotState
 from torch import Tensor
 
 
@@ -25,12 +29,29 @@ class Sampler(NamedTuple):
 
     sample: bool  # some row has temperature > 0
     filtered: bool  # some row uses top-k, top-p or min-p
+    shaped: bool = False  # some row has penalties, a bias or min_tokens
+    constrained: bool = False  # some row has a grammar
+    scored: bool = False  # some row wants logprobs
 
     def __call__(self, logits: Tensor, params: SlotParams, positions: Tensor) -> Tensor:
         """Tokens of ``positions`` int32 [N]; logits fp32 [N, V] -> int32 [N]."""
         if not self.sample:
             return greedy_tokens(logits)
         return sample_tokens(logits, params, positions, self.filtered)
+
+
+class Sampled(NamedTuple):
+    """What rows get."""
+
+    tokens: Tensor  # int32 [N]
+    scores: Tensor  # int32 [N, 1 + 2 k]; [0, 1 + 2 k] unless scored
+
+
+class Prefilled(NamedTuple):
+    """What a prefill gives."""
+
+    sampled: Sampled  # of the sequences that end their prompt
+    prompt_scores: Tensor  # int32 [n_targets, 1 + 2 k]
 
 
 class DecodeAttention:
@@ -65,6 +86,9 @@ class PrefillAttention:
 
     def run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
         return self._backend.prefill_stack(stack, x, rotation, self._rows)
+
+
+PrefillContext = Callable[[AttentionBackend, PrefillRows], PrefillAttention]
 
 
 class Stages:
@@ -121,9 +145,10 @@ class Stages:
             self.backend.copy_planes(buffers.slots, positions, fill.source, fill.first, fill.end, table)
         item = self.slots.gather_item(slots)
         hidden = self.model.coda(item, positions, self.attention(buffers))
-        tokens = sampler(self.model.logits(hidden), self.slots.gather_params(slots), positions + 1)
-        self.slots.token.index_copy_(0, slots, tokens)
-        buffers.tokens.copy_(tokens)
+        sampled = self._next_tokens(hidden, slots, positions + 1, sampler)
+        buffers.tokens.copy_(sampled.tokens)
+        if sampler.scored:
+            buffers.scores.copy_(sampled.scores)
 
     def attention(self, buffers: DecodeBuffers) -> DecodeAttention:
         """The attention context of the rows in ``buffers``."""
@@ -131,28 +156,57 @@ class Stages:
         rows = DecodeRows(buffers.slots, buffers.positions, buffers.planes, self.slots.block_table)
         return DecodeAttention(self.backend, rows)
 
-    def prefill(self, chunks: PrefillInput, sampler: Sampler) -> Tensor:
-        """Runs packed prompt chunks at full depth through every plane; the tokens of those that end here, int32."""
+    def prefill(
+        self, chunks: PrefillInput, sampler: Sampler, context: PrefillContext = PrefillAttention
+    ) -> Prefilled:
+        """Runs packed prompt chunks at full depth through every plane; tokens for those that end here."""
         self.slots.put_blocks(chunks.updates[:, 0].long(), chunks.updates[:, 1].long(), chunks.updates[:, 2])
         rows = chunks.rows(self.slots.block_table)
-        seeds = self.slots.gather_params(rows.token_slots.long()).state_seed
-        attend = PrefillAttention(self.backend, rows)
-        item = self.model.prelude(chunks.token_ids, rows.positions, seeds, attend)
+        token_slots = rows.token_slots.long()
+        params = self.slots.gather_params(token_slots)
+        seeds = params.state_seed
+        if sampler.shaped:
+            is_output = rows.positions >= params.first_output
+            self.slots.shaping.note_prompt(chunks.slots.long(), chunks.starts, token_slots, chunks.token_ids, is_output)
+        item = self.model.prelude(chunks.token_ids, rows.positions, seeds, context(self.backend, rows))
         for loop in range(1, self.r_max + 1):
             loops = torch.full_like(rows.positions, loop)
-            attend = PrefillAttention(self.backend, rows._replace(plane=self.layout.plane(loop)))
+            attend = context(self.backend, rows._replace(plane=self.layout.plane(loop)))
             item = self.model.core(item, rows.positions, loops, attend)
-        hidden = self.model.coda(item, rows.positions, PrefillAttention(self.backend, rows))
-        return self._first_tokens(chunks, hidden, sampler)
+        hidden = self.model.coda(item, rows.positions, context(self.backend, rows))
+        return Prefilled(self._first_tokens(chunks, hidden, sampler), self._prompt_scores(chunks, hidden))
 
-    def _first_tokens(self, chunks: PrefillInput, hidden: Tensor, sampler: Sampler) -> Tensor:
+    def _first_tokens(self, chunks: PrefillInput, hidden: Tensor, sampler: Sampler) -> Sampled:
         """Tokens after the chunks that end their prompts, from hidden [N, D]: logits at those last positions only."""
         if not len(chunks.sampled):
-            return chunks.sampled
+            return Sampled(chunks.sampled, self._no_scores(hidden))
         sampled = chunks.sampled.long()
         last = chunks.lengths.cumsum(0)[sampled] - 1
         slots, positions = chunks.slots[sampled].long(), (chunks.starts + chunks.lengths)[sampled]
-        logits = self.model.logits(hidden.index_select(0, last))
-        tokens = sampler(logits, self.slots.gather_params(slots), positions)
+        return self._next_tokens(hidden.index_select(0, last), slots, positions, sampler)
+
+    def _next_tokens(self, hidden: Tensor, slots: Tensor, positions: Tensor, sampler: Sampler) -> Sampled:
+        """Chooses the tokens of ``positions`` int32 [N] from hidden [N, D] and puts them into ``token[slot]``."""
+        logits = self.model.logits(hidden)
+        params, shaping = self.slots.gather_params(slots), self.slots.shaping
+        shaped = shaping.apply(logits, slots, params, positions) if sampler.shaped else logits
+        if sampler.constrained:
+            shaped = shaping.constrain(shaped, slots, params)
+        tokens = sampler(shaped, params, positions)
+        if sampler.shaped:
+            shaping.note_output(slots, tokens)
         self.slots.token.index_copy_(0, slots, tokens)
-        return tokens
+        return Sampled(tokens, score_rows(logits, tokens) if sampler.scored else self._no_scores(hidden))
+
+    def _prompt_scores(self, chunks: PrefillInput, hidden: Tensor) -> Tensor:
+        """Scores of the targets, a slice at a time: a whole prompt's logits may not fit."""
+        slices = [
+            score_rows(self.model.logits(hidden.index_select(0, targets[:, 0].long())), targets[:, 1])
+            for targets in torch.split(chunks.targets, SLICE_ROWS)
+            if len(targets)
+        ]
+        return torch.cat(slices) if slices else self._no_scores(hidden)
+
+    def _no_scores(self, like: Tensor) -> Tensor:
+        columns = score_fields(num_likeliest(self.model.spec.vocab_size))
+        return torch.empty(0, columns, dtype=torch.int32, device=like.device)

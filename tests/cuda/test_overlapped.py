@@ -100,7 +100,7 @@ def test_overlapped_equals_plain(model: str, layout: str, gate: Gate, seed: int)
     want, alone = serve(Scheduler(SchedulerConfig.resolve(plain_config, plain.info)), plain.runner, submits)
     config = configure(model, "lookahead", layout)
     built = assemble(config, loaded, device, "sdpa")
-    overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(seed), 1024)
+    overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(seed), 48)
     got, deepest = serve(Scheduler(SchedulerConfig.resolve(config, built.info)), overlapped, submits)
     assert got == want
     assert alone == 1 and deepest > 2
@@ -113,7 +113,7 @@ def test_captures_every_form_of_every_bucket() -> None:
     config = configure("ouro-tiny", "off", "single")
     loaded = load_model(config.model, dtype="float32", device=device, load_format="auto", seed=0)
     built = assemble(config, loaded, device, "sdpa")
-    overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(0), 1024)
+    overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(0), 48)
     captured = {(form.stage, bucket) for form, bucket in overlapped._graphs}
     assert captured == {(s, b) for s in (Stage.PRELUDE, Stage.CORE, Stage.CODA) for b in built.runner.limits.buckets}
 

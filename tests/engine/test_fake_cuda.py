@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from depthbatch.common.frames import MAX_LOGPROBS, score_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.loader import load_model
+from depthbatch.worker.overlapped import FULL
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.slots import SlotState
 from depthbatch.worker.stages import Sampler, Stages
@@ -47,18 +49,24 @@ def fake_stages(model_dir: Path, layout: KVLayout) -> Stages:
 @pytest.mark.parametrize("model_dir", MODELS)
 def test_every_stage_runs_on_fake_cuda_tensors(model_dir: Path, layout: KVLayout) -> None:
     """All four stages with all variants; outputs stay on the device, with the static buffers' shapes."""
+    constrained = FULL._replace(constrained=True)
     frame = np.array([1, 2, 0, 16, 3, 2, 1, 0, *range(5), 1, 0, 3, 2, 1, 4], np.int32)
     with fake_cuda(), torch.no_grad():
         stages = fake_stages(model_dir, layout)
         on_device = torch.empty(frame.size, dtype=torch.int32, device=CUDA)
         sampled = torch.empty(1, dtype=torch.int32, device=CUDA)
-        chunks = PrefillInput.from_frame(frame, on_device, sampled, n_tokens=5, n_updates=2)
-        tokens = stages.prefill(chunks, Sampler(sample=True, filtered=True))
-        assert tokens.device.type == "cuda" and tokens.shape == (1,)
-        buffers = DecodeBuffers(BUCKET, CUDA)
+        targets = torch.empty(4, 2, dtype=torch.int32, device=CUDA)
+        chunks = PrefillInput.from_frame(frame, on_device, sampled, n_tokens=5, n_updates=2, targets=targets)
+        columns = score_fields(MAX_LOGPROBS)
+        for sampler in (Sampler(sample=True, filtered=True), Sampler(True, True, True, True, True)):
+            (tokens, scores), prompt_scores = stages.prefill(chunks, sampler)
+            assert tokens.device.type == scores.device.type == prompt_scores.device.type == "cuda"
+            assert tokens.shape == (1,) and prompt_scores.shape == (4, columns)
+        assert scores.shape == (1, columns)
+        buffers = DecodeBuffers(BUCKET, CUDA, columns)
         stages.prelude(buffers)
         stages.core(buffers, gates=True)
-        for sampler in (Sampler(False, False), Sampler(True, False), Sampler(True, True)):
+        for sampler in (Sampler(False, False), Sampler(True, False), Sampler(True, True), FULL, constrained):
             stages.coda(buffers, sampler)
         assert all(tensor.device.type == "cuda" for tensor in buffers.tensors())
         assert all(tensor.device.type == "cuda" for tensor in stages.slots.tensors())

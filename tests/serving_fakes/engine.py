@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, Update
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer
 from serving_fakes.tokenizer import EOS_ID, VOCAB_SIZE
@@ -65,7 +65,13 @@ class FakeEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         resolved = self._defaults.resolve(params, len(prompt), ordinal=0)
         detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
-        assembler = OutputAssembler(request_id, detokenizer, tuple(params.stop), params.min_tokens)
+        assembler = OutputAssembler(
+            request_id,
+            detokenizer,
+            tuple(params.stop),
+            params.min_tokens,
+            Scoring(params.logprobs, params.prompt_logprobs, prompt),
+        )
         self._known.add(request_id)
         self.waiting += 1
         try:

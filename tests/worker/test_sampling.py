@@ -7,7 +7,7 @@ import torch
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
 from depthbatch.worker.hashing import uniform
 from depthbatch.worker.sampling import greedy_tokens, sample_tokens
-from depthbatch.worker.slots import SlotParams
+from depthbatch.worker.slot_params import SlotParams
 
 FILTERS = [
     (1.0, 0, 1.0, 0.0),
@@ -39,6 +39,13 @@ def params(rows: list[tuple[float, int, float, float]], seeds: list[int]) -> Slo
         seed_low=torch.tensor(halves[:, 0].copy()),
         seed_high=torch.tensor(halves[:, 1].copy()),
         state_seed=zero,
+        first_output=zero,
+        presence=zero.float(),
+        frequency=zero.float(),
+        repetition=zero.float(),
+        min_until=zero,
+        adjustments=zero,
+        constrained=zero,
     )
 
 
