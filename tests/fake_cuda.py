@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class _Unguarded(TorchFunctionMode):
-    """Takes over subscripts and copies."""
+    """Takes over subscripts, copies and uploads."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -28,6 +28,9 @@ class _Unguarded(TorchFunctionMode):
             return aten.index_put_.default(view, indices, value) if indices else aten.copy_.default(view, value)
         if func is torch.Tensor.copy_:
             return aten.copy_.default(*args, **(kwargs or {}))
+        if func is torch.tensor and not isinstance(args[0], int) and kwargs and "device" in kwargs:
+            host = func(*args, **{**kwargs, "device": "cpu"})
+            return torch.empty(host.shape, dtype=host.dtype, device=kwargs["device"])
         return func(*args, **(kwargs or {}))
 
 

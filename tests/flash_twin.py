@@ -1,14 +1,16 @@
 """Reference twins of the FlashAttention calls: the documented signatures and semantics in plain torch.
 
 Each refuses what the real library refuses (type, device, page size, strides), so that a wrong call fails here and not
-on a GPU. Sources: docstrings of flash-attn 2.8 and of FlashAttention 3's flash_attn_interface.
+on a GPU. On fake tensors that is all they do: the output has the shape, type and device of the real one. Sources: docstrings of flash-attn 2.8 and of FlashAttention 3's flash_attn_interface.
 """
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def _check(q: Tensor, k_cache: Tensor, table: Tensor, page_multiple: int, *int32: Tensor) -> None:
+    assert all(tensor.device == q.device for tensor in (k_cache, table, *int32)), "all tensors on one device"
     assert q.dtype in (torch.bfloat16, torch.float16), f"FlashAttention only supports fp16 and bf16, not {q.dtype}"
     assert k_cache.dtype == q.dtype
     assert q.stride(-1) == 1 and k_cache.stride(-1) == 1, "last dimension must be contiguous"
@@ -40,7 +42,9 @@ def flash2_with_kvcache(
 ) -> Tensor:
     """flash_attn.flash_attn_with_kvcache, the arguments we use: q [B, 1, H, Dh]."""
     _check(q, k_cache, block_table, 256, cache_seqlens)
-    assert q.shape[1] == 1 and causal
+    assert q.shape[1] == 1 and causal and cache_seqlens.shape == q.shape[:1] == block_table.shape[:1]
+    if isinstance(q, FakeTensor):
+        return torch.empty_like(q)
     contexts = cache_seqlens.tolist()
     return _attend(q.squeeze(1), k_cache, v_cache, block_table, contexts, [1] * len(contexts)).unsqueeze(1)
 
@@ -59,6 +63,9 @@ def flash2_varlen(
 ) -> Tensor:
     """flash_attn.flash_attn_varlen_func with paged keys."""
     _check(q, k, block_table, 256, cu_seqlens_q, cu_seqlens_k)
+    assert cu_seqlens_q.shape == cu_seqlens_k.shape and len(block_table) == len(cu_seqlens_q) - 1
+    if isinstance(q, FakeTensor):
+        return torch.empty_like(q)
     lengths, contexts = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert causal and max(lengths) <= max_seqlen_q and max(contexts) <= max_seqlen_k and sum(lengths) == q.shape[0]
     return _attend(q, k, v, block_table, contexts, lengths)
@@ -77,10 +84,12 @@ def flash3_with_kvcache(
 ) -> Tensor:
     """flash_attn_interface.flash_attn_with_kvcache: q [B, 1, H, Dh], or packed [N, H, Dh] with cu_seqlens_q."""
     _check(q, k_cache, page_table, 1, cache_seqlens)
-    assert causal
+    assert causal and len(page_table) == len(cache_seqlens)
+    assert cu_seqlens_q is not None or (q.dim() == 4 and q.shape[1] == 1 and len(q) == len(cache_seqlens))
+    if isinstance(q, FakeTensor):
+        return torch.empty_like(q)
     contexts = cache_seqlens.tolist()
     if cu_seqlens_q is None:
-        assert q.dim() == 4 and q.shape[1] == 1
         return _attend(q.squeeze(1), k_cache, v_cache, page_table, contexts, [1] * len(contexts)).unsqueeze(1)
     lengths = cu_seqlens_q.diff().tolist()
     assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q is not None and max(lengths) <= max_seqlen_q

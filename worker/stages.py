@@ -156,9 +156,7 @@ class Stages:
         rows = DecodeRows(buffers.slots, buffers.positions, buffers.planes, self.slots.block_table)
         return DecodeAttention(self.backend, rows)
 
-    def prefill(
-        self, chunks: PrefillInput, sampler: Sampler, context: PrefillContext = PrefillAttention
-    ) -> Prefilled:
+    def prefill(self, chunks: PrefillInput, sampler: Sampler, context: PrefillContext = PrefillAttention) -> Prefilled:
         """Runs packed prompt chunks at full depth through every plane; tokens for those that end here."""
         self.slots.put_blocks(chunks.updates[:, 0].long(), chunks.updates[:, 1].long(), chunks.updates[:, 2])
         rows = chunks.rows(self.slots.block_table)

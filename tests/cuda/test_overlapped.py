@@ -23,7 +23,7 @@ from depthbatch.worker.overlapped import OverlappedRunner
 from depthbatch.worker.stage_io import InFlight, StageRunner
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
-Answers = dict[int, tuple[list[int], list[int]]]
+Answers = dict[int, tuple[list[int], list[int], list[float]]]  # tokens, depths, scores
 
 
 def configure(model: str, mode: str, layout: str) -> EngineConfig:
@@ -52,6 +52,11 @@ def requests(gate: Gate, r_max: int) -> list[Submit]:
             temperature=0.8 if index % 3 == 0 else 0.0,
             top_k=20 if index % 6 == 0 else 0,
             seed=index,
+            presence_penalty=1.5 if index % 4 == 1 else 0.0,
+            repetition_penalty=1.3 if index % 4 == 2 else 1.0,
+            logit_bias=np.array([[5, np.float32(50).view(np.int32)]], np.int32).tobytes() if index == 3 else b"",
+            logprobs=index % 3 == 1,
+            prompt_logprobs=index % 4 == 0,
         )
         prompt = rng.integers(1, 290, 3 + 11 * index % 60).astype(np.int32)
         made.append(Submit(index, prompt.tobytes(), params))
@@ -60,7 +65,7 @@ def requests(gate: Gate, r_max: int) -> list[Submit]:
 
 def serve(scheduler: Scheduler, runner: StageRunner, submits: list[Submit]) -> tuple[Answers, int]:
     """Launches whatever the scheduler allows ahead, reads when it allows no more; also the most stages in flight."""
-    answers: Answers = {submit.request_id: ([], []) for submit in submits}
+    answers: Answers = {submit.request_id: ([], [], []) for submit in submits}
     for submit in submits:
         assert scheduler.submit(submit) is None
     in_flight: deque[InFlight] = deque()
@@ -73,8 +78,8 @@ def serve(scheduler: Scheduler, runner: StageRunner, submits: list[Submit]) -> t
             deepest = max(deepest, len(in_flight))
             continue
         done = runner.read(in_flight.popleft())
-        tokens, flags = done.output.token_ids.tobytes(), done.output.flags.tobytes()
-        note(answers, scheduler.complete(StageResult(done.step_id, done.start_s, done.end_s, tokens, flags), now))
+        result = StageResult(done.step_id, done.start_s, done.end_s, *[part.tobytes() for part in done.output])
+        note(answers, scheduler.complete(result, now))
     return answers, deepest
 
 
@@ -82,6 +87,8 @@ def note(answers: Answers, events: list[TokenEvent]) -> None:
     for event in events:
         answers[event.request_id][0].extend(event.token_ids)
         answers[event.request_id][1].extend(event.exit_depths)
+        for scores in (event.logprobs, event.prompt_logprobs):
+            answers[event.request_id][2].extend(np.frombuffer(scores, np.float32).tolist())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,9 +109,12 @@ def test_overlapped_equals_plain(model: str, layout: str, gate: Gate, seed: int)
     built = assemble(config, loaded, device, "sdpa")
     overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(seed), 48)
     got, deepest = serve(Scheduler(SchedulerConfig.resolve(config, built.info)), overlapped, submits)
-    assert got == want
+    assert {key: answer[:2] for key, answer in got.items()} == {key: answer[:2] for key, answer in want.items()}
+    for key, answer in want.items():
+        np.testing.assert_allclose(got[key][2], answer[2], atol=1e-4)
+        assert bool(answer[2]) == (key % 3 == 1 or key % 4 == 0)
     assert alone == 1 and deepest > 2
-    assert any(depth < plain.info.r_max for _, depths in got.values() for depth in depths[1:])
+    assert any(depth < plain.info.r_max for _, depths, _ in got.values() for depth in depths[1:])
 
 
 def test_captures_every_form_of_every_bucket() -> None:
