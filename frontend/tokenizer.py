@@ -128,6 +128,12 @@ class Tokenizer:
             return self._byte_table[token].decode("utf-8", "replace") if token < len(self._byte_table) else ""
         return self.decode([token])
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, which need not be whole characters."""
+        if token in self._special or self._byte_table is None:
+            return self.token_text(token).encode()
+        return self._byte_table[token] if token < len(self._byte_table) else b""
+
     def _token_bytes(self) -> list[bytes]:
         """Bytes of every token of a byte-level vocabulary; special tokens have none."""
         char_bytes = byte_level_alphabet()

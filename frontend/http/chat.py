@@ -60,6 +60,7 @@ class _Call:
         """The same as events; the first event of a choice names the role."""
         with self.service.admission.admit(self.n):
             jobs = await self._prepare()
+            choices = [self.service.choice(self.body, job) for job in jobs]
             fields = self.head.fields("chat.completion.chunk")
             tally = Tally(len(jobs[0].prompt_ids))
             silent = set(range(len(jobs)))
@@ -71,7 +72,7 @@ class _Call:
                     if piece.choice in silent:
                         silent.discard(piece.choice)
                         delta = {"role": "assistant", **delta}
-                    yield event({**fields, "choices": [{**self.service.news(self.body, piece), "delta": delta}]})
+                    yield event({**fields, "choices": [{**choices[piece.choice].news(piece), "delta": delta}]})
             finally:
                 await pieces.aclose()
             if self.service.include_usage(self.body):

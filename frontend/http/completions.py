@@ -60,6 +60,7 @@ class _Call:
         """The same as events; the prompt of an echo comes with a choice's first event."""
         with self.service.admission.admit(len(self.prompts) * self.n):
             jobs, heads = await self._prepare()
+            choices = [self.service.choice(self.body, job) for job in jobs]
             fields = self.head.fields("text_completion")
             tally = self._tally(jobs)
             pieces = self.service.run(jobs, self.body, self.head.request_id)
@@ -67,7 +68,7 @@ class _Call:
                 async for piece in pieces:
                     tally.add(piece)
                     text, heads[piece.choice] = heads[piece.choice] + piece.text, ""
-                    choice = {**self.service.news(self.body, piece), "text": text}
+                    choice = {**choices[piece.choice].news(piece), "text": text}
                     yield event({**fields, "choices": [choice]})
             finally:
                 await pieces.aclose()

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from depthbatch.common.messages import EngineInfo
+from depthbatch.frontend.logprobs import TokenLogprobs
 from depthbatch.frontend.params import SamplingParams
 
 
@@ -20,6 +21,10 @@ class Output(Protocol):
     def finish_reason(self) -> str | None: ...
     @property
     def stop_reason(self) -> int | str | None: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]: ...
 
 
 class Engine(Protocol):

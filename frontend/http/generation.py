@@ -12,6 +12,7 @@ from depthbatch.common.errors import EngineDeadError
 from depthbatch.frontend.http.admission import Admission
 from depthbatch.frontend.http.contract import Engine, Output
 from depthbatch.frontend.http.errors import ApiError
+from depthbatch.frontend.logprobs import TokenLogprobs
 from depthbatch.frontend.metrics import FrontendMetrics, SequenceTimer
 from depthbatch.frontend.params import SamplingParams
 
@@ -34,6 +35,8 @@ class Piece(NamedTuple):
     exit_depths: Sequence[int]
     finish_reason: str | None
     stop_reason: int | str | None
+    logprobs: Sequence[TokenLogprobs]  # one a token, if asked for
+    prompt_logprobs: Sequence[TokenLogprobs]  # of the prompt's tokens but the first, once, if asked for
 
 
 @dataclass
@@ -163,4 +166,13 @@ def _piece(index: int, output: Output, timer: SequenceTimer) -> Piece:
     if output.finish_reason == "error":
         raise ApiError(500, "the engine failed on this request", code="engine_error")
     timer.tokens(output.exit_depths, output.finish_reason, time.monotonic())
-    return Piece(index, output.text, output.token_ids, output.exit_depths, output.finish_reason, output.stop_reason)
+    return Piece(
+        index,
+        output.text,
+        output.token_ids,
+        output.exit_depths,
+        output.finish_reason,
+        output.stop_reason,
+        output.logprobs,
+        output.prompt_logprobs,
+    )

@@ -58,7 +58,13 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     ignore_eos: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX, description="larger goes first")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="off tokens that the output holds")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="the same, times how often")
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="of tokens in prompt or output; 1: off")
+    logit_bias: Annotated[dict[str, float], Field(max_length=512)] | None = Field(
+        None, description="token id -> what is added to its logit, -100 to 100"
+    )
+    priority: int | None = Field(None, gt=-(2**20), lt=2**20, description="larger goes first")
     timeout_s: float | None = Field(None, gt=0, le=86400, description="limit for waiting and running together")
     gate: str | None = Field(None, pattern=r"^[a-z]{1,32}$", description="exit gate of this request")
     exit_threshold: float | None = Field(None, ge=0, description="threshold of the gate")
@@ -74,6 +80,12 @@ class CompletionRequest(GenerationFields):
     prompt: Prompt = Field(description="text, token ids, or a list of either")
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="default 16")
     echo: bool | None = Field(None, description="the text starts with the prompt")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="logprobs of the tokens, and of so many likeliest ones; with echo, the prompt's too",
+    )
     add_special_tokens: bool | None = Field(None, description="let the tokenizer add its own (default true)")
     parse_special_tokens: bool | None = Field(
         None, description="special tokens typed in the prompt act as such (default: they are plain text)"
@@ -102,6 +114,8 @@ class TemplateFields(Body):
 class ChatRequest(GenerationFields, TemplateFields):
     messages: list[Message] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="default: what the context leaves")
+    logprobs: bool | None = Field(None, description="logprobs of the output tokens")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="and of so many likeliest ones")
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
 
 
@@ -151,13 +165,20 @@ class Choice(BaseModel):
     index: int
     finish_reason: str | None
     stop_reason: int | str | None = None
-    logprobs: None = None
     exit_depths: list[int] | None = None
     token_ids: list[int] | None = None
 
 
+class CompletionLogprobsAnswer(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class CompletionChoice(Choice):
     text: str
+    logprobs: CompletionLogprobsAnswer | None = None
 
 
 class CompletionAnswer(BaseModel):
@@ -174,8 +195,23 @@ class ChatMessage(BaseModel):
     content: str
 
 
+class ChatToken(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenWithTop(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobsAnswer(BaseModel):
+    content: list[ChatTokenWithTop]
+
+
 class ChatChoice(Choice):
     message: ChatMessage
+    logprobs: ChatLogprobsAnswer | None = None
 
 
 class ChatAnswer(BaseModel):

@@ -3,13 +3,14 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from depthbatch.frontend.http.admission import Admission
+from depthbatch.frontend.http.choice import Choice
 from depthbatch.frontend.http.contract import Engine
 from depthbatch.frontend.http.errors import ApiError, bad_value
 from depthbatch.frontend.http.generation import Generation, Job, Piece, Registry
+from depthbatch.frontend.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from depthbatch.frontend.http.schemas import ChatRequest, CompletionRequest, ErrorAnswer, GenerationFields
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
@@ -23,6 +24,7 @@ GenerationRequest = CompletionRequest | ChatRequest
 # body fields that go to the engine under their own name when the client sets them
 ENGINE_FIELDS = (
     "temperature", "top_p", "min_p", "stop_token_ids", "min_tokens", "ignore_eos", "priority",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "gate", "exit_threshold", "min_loops", "max_loops", "num_loops",
 )  # fmt: skip
 
@@ -37,37 +39,6 @@ class Head(NamedTuple):
 
     def fields(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-@dataclass
-class ChoiceSoFar:
-    """What a plain answer gathers of one choice, apart from its text."""
-
-    index: int
-    with_depths: bool
-    with_tokens: bool
-    exit_depths: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.exit_depths += piece.exit_depths
-        self.token_ids += piece.token_ids
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-
-    def fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "index": self.index,
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "logprobs": None,
-        }
-        if self.with_depths:
-            fields["exit_depths"] = self.exit_depths
-        if self.with_tokens:
-            fields["token_ids"] = self.token_ids
-        return fields
 
 
 class Service:
@@ -132,6 +103,13 @@ class Service:
         fields.setdefault("temperature", 1.0)
         fields["max_tokens"] = max_tokens
         fields["top_k"] = max(body.top_k or 0, 0)
+        if isinstance(body, ChatRequest):
+            if body.top_logprobs is not None and not body.logprobs:
+                raise bad_value("top_logprobs", "only with logprobs")
+            fields["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+        else:
+            fields["logprobs"] = body.logprobs
+            fields["prompt_logprobs"] = body.logprobs if body.echo else None
         if body.stop:
             fields["stop"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
         return fields
@@ -140,17 +118,15 @@ class Service:
         timeout_s = body.timeout_s if body.timeout_s is not None else self.config.default_timeout_s
         return self._generation.run(jobs, client_id, timeout_s)
 
-    def choice(self, body: GenerationRequest, job: Job) -> ChoiceSoFar:
-        return ChoiceSoFar(job.index, bool(body.return_exit_depths), self._wants_tokens(body))
-
-    def news(self, body: GenerationRequest, piece: Piece) -> dict[str, Any]:
-        """One event's choice, apart from its text."""
-        so_far = ChoiceSoFar(piece.choice, bool(body.return_exit_depths), self._wants_tokens(body))
-        so_far.add(piece)
-        return so_far.fields()
-
-    def _wants_tokens(self, body: GenerationRequest) -> bool:
-        return bool(body.return_token_ids) or not self.texts.has_tokenizer
+    def choice(self, body: GenerationRequest, job: Job) -> Choice:
+        """The shape of one choice of the answer."""
+        form: LogprobFormat | None = None
+        if isinstance(body, CompletionRequest) and body.logprobs is not None:
+            form = CompletionLogprobs(self.texts.tokenizer, job.prompt_ids if body.echo else ())
+        elif isinstance(body, ChatRequest) and body.logprobs:
+            form = ChatLogprobs(self.texts.tokenizer)
+        with_tokens = bool(body.return_token_ids) or self.texts.tokenizer is None
+        return Choice(job.index, bool(body.return_exit_depths), with_tokens, form)
 
 
 def documented(answer: type[BaseModel], *, generates: bool = False) -> dict[str, Any]:

@@ -22,8 +22,8 @@ class Texts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -15,10 +15,6 @@ def _off(value: Any) -> bool:
     return value is None or value is False
 
 
-def _zero(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and value == 0)
-
-
 def _one(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and value == 1)
 
@@ -41,14 +37,8 @@ def _null(value: Any) -> bool:
 
 # field -> the values that ask for nothing
 UNSUPPORTED: dict[str, Neutral] = {
-    "logprobs": _off,
-    "top_logprobs": _null,
     "prompt_logprobs": _null,
-    "presence_penalty": _zero,
-    "frequency_penalty": _zero,
-    "repetition_penalty": _one,
     "length_penalty": _one,
-    "logit_bias": _empty,
     "best_of": _one,
     "use_beam_search": _off,
     "suffix": _empty,

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_fakes.engine import NATURAL_LENGTH, R_MAX
+from serving_fakes.engine import NATURAL_LENGTH, R_MAX, fake_logprob
 from serving_fakes.server import LiveServer
 
 
@@ -89,6 +89,23 @@ def test_depth_fields_reach_the_engine(http: httpx.Client) -> None:
     assert fixed == [R_MAX] + [2] * 8
     bounded = http.post("/v1/completions", json={**body, "max_loops": 3}).json()["choices"][0]["exit_depths"]
     assert max(bounded[1:]) == 3
+
+
+def test_logprobs_with_echo_cover_the_prompt(http: httpx.Client) -> None:
+    """What lm-eval asks for (echo, logprobs, max_tokens 1): one entry a prompt token and one a new one, the first
+    without a logprob, each at its place in the text; values are those of the tokens, not of their neighbours."""
+    prompt = "héllo 😀"
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1, "seed": 3, "return_token_ids": True}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    scored, ids = choice["logprobs"], list(prompt.encode()) + choice["token_ids"]
+    assert scored["token_logprobs"] == [None] + [fake_logprob(token) for token in ids[1:]]
+    assert [len(scored[name]) for name in ("tokens", "top_logprobs", "text_offset")] == [len(ids)] * 3
+    assert scored["top_logprobs"][0] is None and all(len(top) == 1 for top in scored["top_logprobs"][1:])
+    assert scored["tokens"][:3] == ["h", "bytes:\\xc3", "bytes:\\xa9"] and scored["text_offset"][:4] == [0, 1, 1, 2]
+    assert choice["text"].startswith(prompt) and scored["text_offset"][-1] == len(prompt)
+    pieces = events(http, "/v1/completions", {**body, "max_tokens": 3})
+    assert len(pieces[0]["choices"][0]["logprobs"]["tokens"]) == len(ids)
+    assert [len(piece["choices"][0]["logprobs"]["tokens"]) for piece in pieces[1:]] == [1, 1]
 
 
 def test_ignore_eos_and_min_tokens(http: httpx.Client) -> None:

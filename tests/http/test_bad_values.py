@@ -30,17 +30,20 @@ BAD = [
     ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "soon"), ("timeout_s", 1e9),
     ("stream", "true"), ("stream_options", {"include_usage": True}), ("stream_options", 3),
     ("echo", 1), ("return_exit_depths", "yes"), ("request_id", ""), ("request_id", "white space"), ("request_id", 7),
+    ("presence_penalty", 2.1), ("presence_penalty", "x"), ("frequency_penalty", -3), ("repetition_penalty", 0),
+    ("repetition_penalty", 11), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"5": 101}),
+    ("logit_bias", {"5": "1"}), ("logit_bias", [1]), ("logit_bias", {str(VOCAB_SIZE): 1}),
+    ("logit_bias", {str(i): 0 for i in range(513)}), ("logprobs", -1), ("logprobs", 21), ("logprobs", True),
     ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", 5), ("prompt", None), ("prompt", {"a": 1}),
     ("prompt", [1, "a"]), ("prompt", [VOCAB_SIZE]), ("prompt", [-1]), ("prompt", ["a"] * 1025), ("prompt", [1.5]),
     ("prompt", "x" * (MAX_MODEL_LEN + 1)),
 ]  # fmt: skip
 
 UNSUPPORTED = [
-    ("logprobs", 1), ("logprobs", 0), ("logprobs", True), ("top_logprobs", 2), ("presence_penalty", 0.5),
-    ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("logit_bias", {"5": 1}), ("best_of", 2), ("suffix", "x"),
+    ("best_of", 2), ("suffix", "x"), ("prompt_logprobs", 1), ("length_penalty", 2),
     ("response_format", {"type": "json_object"}), ("guided_json", {}), ("guided_regex", "(a+)+$"),
     ("structured_outputs", {"regex": "a"}), ("prompt_embeds", "AAAA"), ("tools", [{}]), ("functions", [{}]),
-    ("chat_template", "{{ 7 * 7 }}"), ("use_beam_search", True), ("bad_words", ["x"]), ("presence_penalty", "x"),
+    ("chat_template", "{{ 7 * 7 }}"), ("use_beam_search", True), ("bad_words", ["x"]),
 ]  # fmt: skip
 
 NEUTRAL = {
@@ -108,7 +111,9 @@ def test_broken_body_is_refused(http: httpx.Client, body: bytes) -> None:
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"enable_thinking": "<|x|>"}}, "chat_template_kwargs"),
         ([{"role": "user", "content": "x"}], {"max_completion_tokens": 0}, "max_completion_tokens"),
-        ([{"role": "user", "content": "x"}], {"logprobs": True}, "logprobs"),
+        ([{"role": "user", "content": "x"}], {"logprobs": 2}, "logprobs"),
+        ([{"role": "user", "content": "x"}], {"top_logprobs": 2}, "top_logprobs"),
+        ([{"role": "user", "content": "x"}], {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ([{"role": "user", "content": "x"}], {"tools": [{"type": "function"}]}, "tools"),
     ],
 )  # fmt: skip

@@ -49,14 +49,30 @@ def test_stream_helper(client: openai.OpenAI) -> None:
     assert final.choices[0].message.content == client.chat.completions.create(**request).choices[0].message.content
 
 
+def test_logprobs(client: openai.OpenAI) -> None:
+    """Both shapes, as the client's own classes; streamed pieces join to the plain answer's lists."""
+    request = {"model": "fake", "prompt": "hi", "max_tokens": 6, "seed": 1}  # ASCII alone
+    plain = client.completions.create(**request, logprobs=2).choices[0]
+    assert "".join(plain.logprobs.tokens) == plain.text and len(plain.logprobs.token_logprobs) == 6
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**request, logprobs=2, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [entry for piece in streamed for entry in getattr(piece, name)]
+        assert joined == getattr(plain.logprobs, name)
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "seed": 1}
+    choice = client.chat.completions.create(**chat, logprobs=True, top_logprobs=3).choices[0]
+    content = choice.logprobs.content
+    assert bytes(byte for token in content for byte in token.bytes).decode("utf-8", "replace") == choice.message.content
+    assert all(len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token for token in content)
+
+
 def test_errors_are_the_clients_own_types(client: openai.OpenAI) -> None:
     """400, 404 and 503 arrive as the exceptions that programs catch, with param and code."""
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="fake", prompt="x", temperature=9)
     assert bad.value.param == "temperature" and bad.value.code == "invalid_value"
-    with pytest.raises(openai.BadRequestError) as logprobs:
-        client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], logprobs=True)
-    assert logprobs.value.param == "logprobs"
+    with pytest.raises(openai.BadRequestError) as tools:
+        client.completions.create(model="fake", prompt="x", suffix="y")
+    assert tools.value.param == "suffix" and tools.value.code == "unsupported_field"
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"

@@ -8,6 +8,8 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
 
+import numpy as np
+from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
@@ -25,7 +27,7 @@ def fake_info(**changes: object) -> EngineInfo:
         "model": "fake", "architecture": "fake", "vocab_size": VOCAB_SIZE, "r_max": R_MAX, "r_min": 1, "default_gate": Gate.LOOKAHEAD,
         "gates": (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.LOOKAHEAD, Gate.OWN), "default_threshold": 0.5, "kv_layout": "last_exited", "block_size": 16, "num_blocks": 100,
         "kv_bytes_per_token": 1024, "max_model_len": MAX_MODEL_LEN, "boundary_layers": 0, "buckets": (1, 2, 4, 8), "device": "cpu",
-        "dtype": "float32", "eos_token_ids": (EOS_ID,),
+        "dtype": "float32", "eos_token_ids": (EOS_ID,), "max_logprobs": MAX_LOGPROBS,
     }  # fmt: skip
     return EngineInfo(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -35,6 +37,23 @@ def fake_token(prompt: list[int], seed: int, position: int) -> int:
     digest = hashlib.blake2b(repr((prompt, seed, position)).encode(), digest_size=2).digest()
     alphabet = b"abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,\xf0\x9f\x98\x80\xd7\xa9\xea\xb0\x80"
     return alphabet[int.from_bytes(digest, "little") % len(alphabet)]
+
+
+def fake_logprob(token: int) -> float:
+    """Of any token anywhere: multiples of 1/64, so that they survive float32."""
+    return -(1 + token % 7) / 64
+
+
+def fake_scores(tokens: list[int]) -> bytes:
+    """Rows of scores: the token itself is likeliest, its successors follow."""
+    rows = np.zeros((len(tokens), 1 + 2 * MAX_LOGPROBS), np.int32)
+    for row, token in zip(rows, tokens, strict=True):
+        top = [(token + i) % VOCAB_SIZE for i in range(MAX_LOGPROBS)]
+        logprobs = [fake_logprob(token) - i for i in range(MAX_LOGPROBS)]
+        row[0] = np.float32(fake_logprob(token)).view(np.int32)
+        row[1 : 1 + MAX_LOGPROBS] = top
+        row[1 + MAX_LOGPROBS :] = np.array(logprobs, np.float32).view(np.int32)
+    return rows.tobytes()
 
 
 class FakeEngine:
@@ -110,6 +129,8 @@ class FakeEngine:
         depth = R_MAX if position == 0 else min(resolved.max_loops, max(resolved.min_loops, 1 + position % R_MAX))
         self.tokens_made += 1
         enough = position + 1 >= resolved.min_tokens
-        if token in resolved.stop_token_ids and enough:
-            return Update(0, (token,), (depth,), "stop", token)
-        return Update(0, (token,), (depth,), "length" if position + 1 == resolved.max_tokens else None)
+        scores = fake_scores([token]) if resolved.logprobs else b""
+        prompt_scores = fake_scores(prompt[1:]) if resolved.prompt_logprobs and position == 0 else b""
+        stop = token in resolved.stop_token_ids and enough
+        reason = "stop" if stop else "length" if position + 1 == resolved.max_tokens else None
+        return Update(0, (token,), (depth,), reason, token if stop else None, None, scores, prompt_scores)
