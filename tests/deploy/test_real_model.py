@@ -28,6 +28,8 @@ def test_http_equals_python(server: ServeProcess) -> None:
         {"temperature": 0.0, "num_loops": 4},
         {"temperature": 0.0, "gate": "own", "exit_threshold": 0.5},
         {"temperature": 0.8, "seed": 11, "top_p": 0.9},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {"5": 3.0}},
+        {"temperature": 0.0, "logprobs": 3},
     ]
     body = {"prompt": PROMPTS, "max_tokens": 12, "ignore_eos": True, "return_exit_depths": True}
     answers = [httpx.post(server.url + "/v1/completions", json={**body, **case}, timeout=60) for case in cases]
@@ -38,8 +40,12 @@ def test_http_equals_python(server: ServeProcess) -> None:
             choices = answer.json()["choices"]
             assert [choice["token_ids"] for choice in choices] == [output.token_ids for output in outputs]
             assert [choice["exit_depths"] for choice in choices] == [output.exit_depths for output in outputs]
+            for choice, output in zip(choices, outputs, strict=True):
+                scored = choice["logprobs"]["token_logprobs"] if "logprobs" in case else []
+                assert scored == pytest.approx([entry.logprob for entry in output.logprobs], abs=1e-6)
     depths = {depth for choice in answers[2].json()["choices"] for depth in choice["exit_depths"][1:]}
-    assert answers[0].json()["choices"] != answers[1].json()["choices"] and depths != {4}
+    texts = [[choice["token_ids"] for choice in answer.json()["choices"]] for answer in answers]
+    assert texts[0] != texts[1] and depths != {4} and texts[4] != texts[5]
 
 
 def test_too_long_for_the_kv_memory_is_refused(server: ServeProcess) -> None:
