@@ -212,11 +212,11 @@ class Scheduler:
         depths = rows.loop.take(slots)
         positions = rows.position.take(slots)
         frame = decode_frame(slots, positions, depths, self._bucket_of[slots.size])
-        sample = rows.any_of("sampled", slots)
+        variant = self._coda_variant(slots)  # while the slots still know their requests
         last = slots[positions >= rows.last_position.take(slots)]
         by_slot = rows.request
         requests = tuple([by_slot[slot] for slot in slots.tolist()])
-        step = InFlightStep(self._take_step_id(), Stage.CODA, slots, now, scored=rows.any_of("scored", slots))
+        step = InFlightStep(self._take_step_id(), Stage.CODA, slots, now, scored=bool(variant & Variant.SCORE))
         step.requests = requests  # type: ignore[assignment]
         step.depths = tuple(depths.tolist())
         positions += 1
@@ -226,14 +226,19 @@ class Scheduler:
             request.dispatched += 1  # type: ignore[union-attr]
         for slot in last.tolist():
             self._drain(slot)
-        variant = Variant.SAMPLE if sample else 0
-        if rows.any_of("shaped", slots):
-            variant |= Variant.SHAPE
-        if rows.any_of("constrained", slots):
-            variant |= Variant.CONSTRAIN
-        if step.scored:
-            variant |= Variant.SCORE
         return self._send(step, frame, variant)
+
+    def _coda_variant(self, slots: SlotArray) -> int:
+        any_of, variant = self.rows.any_of, 0
+        if any_of("sampled", slots):
+            variant |= Variant.SAMPLE
+        if any_of("shaped", slots):
+            variant |= Variant.SHAPE
+        if any_of("constrained", slots):
+            variant |= Variant.CONSTRAIN
+        if any_of("scored", slots):
+            variant |= Variant.SCORE
+        return variant
 
     def _prelude(self, now: float) -> ScheduledStage | None:
         """None when preemption has left nothing to run."""

@@ -41,6 +41,8 @@ class Answer:
     depths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     prefills: list[Prefilled] = field(default_factory=list)
+    scores: bytes = b""
+    prompt_scores: bytes = b""
 
 
 @dataclass
@@ -107,7 +109,8 @@ class LockstepEngine:
         output = self.built.runner.run(stage.header, stage.frame, stage.slot_params)
         loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
         self.history.append(Ran(stage.header, tuple(loops)))
-        result = StageResult(stage.header.step_id, now, now + 1, output.token_ids.tobytes(), output.flags.tobytes())
+        parts = (output.token_ids, output.flags, output.scores, output.prompt_scores)
+        result = StageResult(stage.header.step_id, now, now + 1, *[part.tobytes() for part in parts])
         return Late(stage, result)
 
     def _deliver(self, scheduler: Scheduler, late: Late, now: float, answers: list[Answer]) -> None:
@@ -119,6 +122,8 @@ class LockstepEngine:
             assert answer.finish_reason is None, "news after the terminal event"
             answer.tokens += event.token_ids
             answer.depths += event.exit_depths
+            answer.scores += event.logprobs
+            answer.prompt_scores += event.prompt_logprobs
             answer.finish_reason = event.finish_reason
 
     def _note_prefills(self, stage: ScheduledStage, sampled: list[Answer]) -> None:

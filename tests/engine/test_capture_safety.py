@@ -42,7 +42,7 @@ class Operators(TorchDispatchMode):
 
 def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
     """One token of three rows that sit at different loops, with every variant on that the stage has here."""
-    variant = {Stage.PRELUDE: 0, Stage.CORE: Variant.GATES, Stage.CODA: Variant.SAMPLE}
+    variant = {Stage.PRELUDE: 0, Stage.CORE: Variant.GATES, Stage.CODA: Variant.SAMPLE | Variant.SHAPE | Variant.SCORE}
     for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, 3, 1))):
         frame = np.zeros((3, BUCKET), np.int32)
         frame[:, :ROWS] = [1, 2, 4], [position] * 3, aux
@@ -57,7 +57,7 @@ def prepared(model: Path, layout: KVLayout) -> Runner:
     params[:, SlotParam.GATE] = Gate.OWN, Gate.DELAYED, Gate.NONE
     floats = params.view(np.float32)
     floats[:, SlotParam.TEMPERATURE], floats[:, SlotParam.TOP_P] = 0.8, 0.9
-    floats[:, SlotParam.EXIT_THRESHOLD] = 0.5
+    floats[:, SlotParam.EXIT_THRESHOLD], floats[:, SlotParam.REPETITION] = 0.5, 1.2
     frame = np.array([1, 2, 4, 0, 0, 0, 2, 2, 2, 1, 1, 1, *range(6), 1, 0, 1, 2, 0, 2, 4, 0, 5], np.int32)
     runner.run(StageBatch(1, Stage.PREFILL, 0, ROWS, 6, 3, n_slot_params=ROWS), frame, params)
     return runner
