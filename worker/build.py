@@ -6,6 +6,7 @@ that names the option. The warm-up at the end refuses weights that give no numbe
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from depthbatch.common.config import EngineConfig
@@ -14,6 +15,7 @@ from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.accelerator import CudaAccelerator
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
@@ -21,6 +23,7 @@ from depthbatch.worker.buckets import bucket_sizes
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageLimits
 from depthbatch.worker.device import free_memory, resolve_device, set_threads
+from depthbatch.worker.grammar import load_grammars
 from depthbatch.worker.loader import load_model
 from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
@@ -78,6 +81,8 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
     slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device)
     stages = Stages(model, select_backend(geometry, backend), slots, layout)
     info = engine_info(config, spec, layout, plan, device)
+    grammars = load_grammars(resolve_model_dir(config.model), spec.vocab_size, spec.eos_token_ids)
+    info = msgspec.structs.replace(info, grammars=grammars is not None)
     limits = StageLimits(
         num_slots=config.max_num_seqs,
         num_blocks=plan.num_blocks,
@@ -89,9 +94,10 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
     )
     warm_up(stages, device, config.model)
     if device.type == "cuda":
-        runner = OverlappedRunner(stages, limits, CudaAccelerator(device), config.max_num_batched_tokens)
+        tokens = config.max_num_batched_tokens
+        runner = OverlappedRunner(stages, limits, CudaAccelerator(device), tokens, grammars)
         return BuiltRunner(runner, info)
-    return BuiltRunner(Runner(stages, limits, device), info)
+    return BuiltRunner(Runner(stages, limits, device, grammars), info)
 
 
 def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:

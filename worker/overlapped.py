@@ -26,6 +26,7 @@ from depthbatch.worker.accelerator import Accelerator, Lane, Mark, Work
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageError, StageLimits, adjustments_of, check_stage, targets_of
 from depthbatch.worker.completions import CompletionWatch
+from depthbatch.worker.grammar import Grammars
 from depthbatch.worker.models.interface import ModelSpec
 from depthbatch.worker.piecewise import PiecewisePrefill
 from depthbatch.worker.prefill_input import PrefillInput, sampled_sequences
@@ -78,6 +79,7 @@ class RingEntry:
     count: int = 0  # rows whose value the host wants
     n_scores: int = 0  # values of their scores
     prompt_scores: Tensor | None = None  # int32 [n_targets, score columns], pinned
+    constrained: list[int] = field(default_factory=list)  # slots that get a token, matchers still to be told which
     kept: list[Tensor] = field(default_factory=list)  # buffers of rare inputs and outputs, alive until it is read
 
 
@@ -87,8 +89,15 @@ class OverlappedRunner(Runner):
     ``max_prefill_tokens``: most prompt tokens of one prefill.
     """
 
-    def __init__(self, stages: Stages, limits: StageLimits, accelerator: Accelerator, max_prefill_tokens: int) -> None:
-        super().__init__(stages, limits, accelerator.device)
+    def __init__(
+        self,
+        stages: Stages,
+        limits: StageLimits,
+        accelerator: Accelerator,
+        max_prefill_tokens: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        super().__init__(stages, limits, accelerator.device, grammars)
         self._accelerator = accelerator
         rows = limits.num_slots
         prefill_words = largest_prefill_words(max_prefill_tokens, limits)
@@ -109,6 +118,9 @@ class OverlappedRunner(Runner):
         entry = self._ring[0]
         self._ring.rotate(-1)
         entry.header = header
+        if header.variant & Variant.CONSTRAIN:
+            self._settle_matchers()
+        self._admit_grammars(header, slot_params)
         self._upload(entry, header, frame, slot_params)
         accelerator = self._accelerator
         entry.started = accelerator.mark(Lane.COMPUTE)
@@ -117,6 +129,7 @@ class OverlappedRunner(Runner):
         accelerator.wait_on_lane(Lane.DOWNLOAD, entry.ended)
         for target, source in downloads:
             accelerator.submit(Lane.DOWNLOAD, partial(target.copy_, source, non_blocking=True))
+        entry.constrained = self._given(header, frame) if header.variant & Variant.CONSTRAIN else []
         self._launched.append(entry)
         self._watch.add(header.step_id, accelerator.mark(Lane.DOWNLOAD))
         return InFlight(header.step_id, 0.0, math.inf, StageOutput(NO_TOKENS, NO_FLAGS))
@@ -131,6 +144,7 @@ class OverlappedRunner(Runner):
         if header.step_id != stage.step_id:
             raise StageError(f"stage {stage.step_id} read before stage {header.step_id}")
         self._watch.wait(stage.step_id)
+        self._tell_matchers(entry)
         output = _output(header, entry)
         entry.header = entry.prompt_scores = None
         entry.kept.clear()
@@ -184,6 +198,30 @@ class OverlappedRunner(Runner):
         if header.extra is not None and header.extra.adjustments:
             entries = self._upload_rare(entry, adjustments_of(header.extra))
             accelerator.submit(Lane.COMPUTE, partial(self.stages.slots.shaping.set_adjustments, entries))
+        slots = self._constrained(header, frame)
+        if slots:
+            self._upload_masks(entry, slots)
+
+    def _settle_matchers(self) -> None:
+        """A mask follows from the token before: waits for the stages in flight that bring one. Batches without a
+        constrained row never get here."""
+        for entry in self._launched:
+            if entry.constrained and entry.header is not None:
+                self._watch.wait(entry.header.step_id)
+                self._tell_matchers(entry)
+
+    def _tell_matchers(self, entry: RingEntry) -> None:
+        """What a finished stage has given to constrained slots; only once."""
+        if entry.constrained and self.grammars is not None:
+            self.grammars.note(entry.constrained, entry.results_host[: entry.count].tolist())
+            entry.constrained = []
+
+    def _upload_masks(self, entry: RingEntry, slots: list[int]) -> None:
+        assert self.grammars is not None
+        masks = self._upload_rare(entry, self.grammars.masks(slots))
+        index = self._upload_rare(entry, np.array(slots, np.int32))
+        shaping = self.stages.slots.shaping
+        self._accelerator.submit(Lane.COMPUTE, lambda: shaping.set_allowed(index.long(), masks))
 
     def _upload_rare(self, entry: RingEntry, values: Int32Array) -> Tensor:
         """What staging has no room for, as the compute lane will see it; its buffers live until the stage is read."""

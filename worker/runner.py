@@ -12,6 +12,7 @@ from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, S
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageLimits, adjustments_of, check_stage, targets_of
+from depthbatch.worker.grammar import Grammars, require_grammars
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.scores import num_likeliest
 from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
@@ -23,8 +24,11 @@ class Runner:
 
     completions: int | None = None
 
-    def __init__(self, stages: Stages, limits: StageLimits, device: torch.device) -> None:
+    def __init__(
+        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None = None
+    ) -> None:
         self.stages = stages
+        self.grammars = grammars
         self.limits = limits
         self.score_columns = score_fields(num_likeliest(limits.vocab_size))
         self._buffers = {
@@ -44,7 +48,13 @@ class Runner:
             if header.extra is not None and header.extra.adjustments:
                 entries = torch.tensor(adjustments_of(header.extra), device=self._device)
                 self.stages.slots.shaping.set_adjustments(entries)
+            self._admit_grammars(header, slot_params)
+            slots = self._constrained(header, frame)
+            if slots:
+                self._set_masks(slots)
             output = self._execute(header, frame)
+            if slots and self.grammars is not None:
+                self.grammars.note(self._given(header, frame), output.token_ids.tolist())
         return InFlight(header.step_id, start, 0.0, output)
 
     def finished(self, stage: InFlight) -> bool:
@@ -65,6 +75,35 @@ class Runner:
     def _set_params(self, rows: Int32Array) -> None:
         self.stages.slots.set_params(torch.tensor(rows, device=self._device))
         self._note_filters(rows)
+
+    def _admit_grammars(self, header: StageBatch, slot_params: Int32Array | None) -> None:
+        """Slots that change hands lose their matcher, those of constrained requests get one."""
+        if self.grammars is not None and slot_params is not None:
+            slots = slot_params.reshape(-1, SLOT_PARAM_FIELDS)[:, SlotParam.SLOT].tolist()
+            self.grammars.admit(slots, header.extra.grammars if header.extra is not None else ())
+
+    def _constrained(self, header: StageBatch, frame: Int32Array) -> list[int]:
+        """Slots that are to get a token which their grammar must allow; a prefill's own tokens are taken first."""
+        if not header.variant & Variant.CONSTRAIN:
+            return []
+        grammars = require_grammars(self.grammars, header)
+        if header.stage == Stage.PREFILL:
+            grammars.note_prefill(header, frame)
+        return grammars.constrained(self._given(header, frame))
+
+    @staticmethod
+    def _given(header: StageBatch, frame: Int32Array) -> list[int]:
+        """Slots that get a token, in batch order."""
+        slots = frame.reshape(-1)[: header.rows]
+        if header.stage == Stage.PREFILL:
+            slots = slots[frame[3 * header.rows : 4 * header.rows] == 1]
+        given: list[int] = slots.tolist()
+        return given
+
+    def _set_masks(self, slots: list[int]) -> None:
+        assert self.grammars is not None
+        masks = torch.from_numpy(self.grammars.masks(slots)).to(self._device)
+        self.stages.slots.shaping.set_allowed(torch.tensor(slots, device=self._device), masks)
 
     def _note_filters(self, rows: Int32Array) -> None:
         floats = rows.view(np.float32)
