@@ -14,12 +14,12 @@ from depthbatch.frontend.output import OutputDelta, RequestOutput
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer
 
-DEMO_PROMPTS = (
-    "12+30=",
-    "say kq7x=",
-    "347,348,",
-    "58+67=",
-    "qd dc cb ba a7 mk kh hf f2 zu ux x5 ?bd=",
+DEMO_PROMPTS = (  # one of each kind that the demo model knows, none of them seen in training
+    "46+5=",
+    "say cuk6en=",
+    "516,517,",
+    "72+23=",
+    "kx qz xt ha zf t7 aj j6 f2 ?az=",
 )
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 CONTROLS = {ord("\r"): "", **{code: "\ufffd" for code in (*range(0x20), 0x7F) if chr(code) not in "\n\t\r"}}
