@@ -82,22 +82,30 @@ class FakeWorker:
         self.worker = PagedWorker(self.config, depth_sensitive=False)
         self.stages = 0
         self.error: BaseException | None = None
-        self._arguments = (run_dir, pid, die_after)
-        self.thread = threading.Thread(target=self._guard, daemon=True)
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self._guard, args=(run_dir, pid, die_after), daemon=True)
         self.thread.start()
 
-    def _guard(self) -> None:
-        try:
-            self._run(*self._arguments)
-        except BaseException as error:  # shown by the test that joins
-            self.error = error
+    def stop(self) -> None:
+        """For a worker whose scheduler is not there to tell it."""
+        self.stopping.set()
+        self.thread.join(WAIT_S)
 
-    def _run(self, run_dir: Path, pid: int, die_after: int | None) -> None:
+    def _guard(self, run_dir: Path, pid: int, die_after: int | None) -> None:
         context = zmq.Context()
         link = Dealer(context, endpoint(run_dir, "worker"), WorkerCommand)
+        try:
+            self._run(link, pid, die_after)
+        except BaseException as error:  # shown by the test that joins
+            self.error = error
+        finally:  # a context left to the garbage collector would wait for its sockets for ever
+            link.close()
+            context.term()
+
+    def _run(self, link: Dealer, pid: int, die_after: int | None) -> None:
         link.send(WorkerReady(pid, self.info))
-        while True:
-            assert link.socket.poll(int(1000 * WAIT_S)), "nothing for the worker"
+        while not self.stopping.is_set():
+            link.socket.poll(50)
             received = link.receive()
             if received is None:
                 continue
@@ -117,8 +125,6 @@ class FakeWorker:
                 break
             link.send(result)
             link.send(WorkerHeartbeat(self.stages, 1.5, 0.25, 0.5))
-        link.close()
-        context.term()
 
 
 class FrontendProbe:
@@ -210,8 +216,10 @@ def test_requests_are_served_and_figures_kept(engine: Engine) -> None:
     for request in requests:
         assert frontend.tokens(request.request_id) == expected(request)
     assert frontend.of(Rejected)[0].param == "max_loops"
-    frontend.until(lambda: any(beat.worker_steps for beat in frontend.of(SchedulerHeartbeat)))
+    seen = len(frontend.of(SchedulerHeartbeat))  # the next heartbeat is the first that is surely later than the work
+    frontend.until(lambda: len(frontend.of(SchedulerHeartbeat)) > seen + 1)
     beat = frontend.of(SchedulerHeartbeat)[-1]
+    assert beat.worker_steps == worker.stages
     assert (beat.worker_pid, beat.num_running, beat.num_waiting, beat.oldest_work_age_s) == (1, 0, 0, 0.0)
     frontend.link.send(GetStats())
     frontend.until(lambda: frontend.of(SchedulerStats))
@@ -348,11 +356,12 @@ def test_bad_configuration_is_fatal_with_exit_code_2(run_dir: Path) -> None:
     context = zmq.Context()
     frontend = FrontendProbe(context, run_dir)
     frontend.until(lambda: frontend.of(SchedulerHeartbeat))
-    FakeWorker(run_dir)  # its largest bucket is 4
+    worker = FakeWorker(run_dir)  # its largest bucket is 4
     frontend.until(lambda: frontend.of(Fatal))
     fatal = frontend.of(Fatal)[0]
     assert fatal.user_error and "max-num-seqs 64" in fatal.message
     assert process.wait(WAIT_S) == 2
+    worker.stop()
     context.destroy(0)
 
 
