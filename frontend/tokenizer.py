@@ -65,9 +65,10 @@ class Tokenizer:
         self._special = {token: str(entry.content) for token, entry in self._added.items() if entry.special}
         self._byte_table = self._token_bytes() if _is_byte_level(backend) else None
         self.vocab_size: int = backend.get_vocab_size()
-        names = _special_names(config)
+        names = self.special_names = _special_names(config)  # bos_token, eos_token, ... -> text
         self.eos_token_id: int | None = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
         source = config.get("chat_template")
+        self.chat_template: str | None = source if isinstance(source, str) else None
         self._chat_template = ChatTemplate(source, names) if isinstance(source, str) else None
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:

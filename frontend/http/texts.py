@@ -52,6 +52,8 @@ class Texts:
         if self._tokenizer is None:
             raise ApiError(404, "this model has no tokenizer", code="no_tokenizer")
         return {
+            **self._tokenizer.special_names,
+            "chat_template": self._tokenizer.chat_template,
             "vocab_size": self._tokenizer.vocab_size,
             "eos_token_id": self._tokenizer.eos_token_id,
             "has_chat_template": self._tokenizer.has_chat_template,

@@ -162,6 +162,8 @@ def test_tokenize_roundtrip(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"]) == len(text.encode())
     assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"] == text
+    info = http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|eos|>" and info["eos_token_id"] == 256 and "{%" in info["chat_template"]
 
 
 def test_without_a_tokenizer_ids_are_served() -> None:
