@@ -7,7 +7,7 @@ slow reader gets fewer, larger deltas and never a growing queue of objects.
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.grammar import COMPILE_LIMIT_S, GrammarChecker, out_of_time
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.llm import Prompt, describe, encode_prompt, load_model_tokenizer
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
@@ -79,6 +80,7 @@ class AsyncEngine:
         self._failed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # long prompts do not block the loop
+        self._grammars = GrammarChecker()
         self._pump_is_due = False
 
     # --- life
@@ -118,6 +120,7 @@ class AsyncEngine:
         for internal_id, mailbox in self._mailboxes.items():
             mailbox.put(Update(internal_id, error=EngineDeadError("the engine is closed")))
         self._encoder.shutdown(wait=False)
+        self._grammars.close()
 
     @property
     def info(self) -> EngineInfo:
@@ -168,6 +171,8 @@ class AsyncEngine:
         """
         params = params or SamplingParams()
         token_ids = await self.encode(prompt, params)
+        if params.constraint is not None:
+            await self._prove_grammar(token_ids, params, params.constraint)
         internal_id = self._client.submit(token_ids, params)
         self._after_send()
         name = str(internal_id) if request_id is None else request_id
@@ -189,6 +194,18 @@ class AsyncEngine:
             self._mailboxes.pop(internal_id, None)
             if self._client.abort(internal_id):
                 self._after_send()
+
+    async def _prove_grammar(self, token_ids: Sequence[int], params: SamplingParams, name: str) -> None:
+        """Compiles a request's grammar beside the loop. Raises RequestError, also when that takes too long."""
+        grammar = self._client.check(token_ids, params).grammar
+        future = self._grammars.submit(grammar)
+        if future is None:
+            return
+        try:
+            complaint = await asyncio.wait_for(asyncio.wrap_future(future), COMPILE_LIMIT_S)
+        except TimeoutError:
+            raise out_of_time(name) from None
+        self._grammars.settle(grammar, name, complaint)
 
     async def abort(self, request_id: str) -> bool:
         """Ends every request of that name with finish reason "abort"; False if there is none, which is fine."""

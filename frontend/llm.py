@@ -12,6 +12,7 @@ from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.grammar import GrammarChecker
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Scoring, Update
 from depthbatch.frontend.params import SamplingParams
@@ -70,6 +71,7 @@ class LLM:
         config = EngineConfig.from_values({"model": model, **options})
         self._inboxes: dict[int, deque[Update]] = {}  # of live requests, one for each open run
         resolve_model_dir(model)  # a wrong name costs nothing
+        self._grammars = GrammarChecker()
         self._client = EngineClient(config)
         try:
             self._client.launch()
@@ -133,6 +135,7 @@ class LLM:
         return self._client.stats.values
 
     def close(self) -> None:
+        self._grammars.close()
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -155,7 +158,9 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(per_prompt)} params", "params")
         encoded = [encode_prompt(p, own, self.tokenizer) for p, own in zip(prompts, per_prompt, strict=True)]
         for ids, own in zip(encoded, per_prompt, strict=True):
-            self._client.check(ids, own)
+            resolved = self._client.check(ids, own)
+            if own.constraint is not None:
+                self._grammars.check(resolved.grammar, own.constraint)
         return encoded, per_prompt
 
     def _run(self, encoded: list[list[int]], per_prompt: list[SamplingParams]) -> Iterator[IndexedDelta]:

@@ -16,6 +16,7 @@ from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams
+from depthbatch.frontend.grammar import canonical_constraint, constraint_name, grammar_text
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -92,6 +93,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens; kept as sorted pairs
     logprobs: int | None = None  # output tokens come with their logprob and those of this many likeliest tokens
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    json_schema: Mapping[str, Any] | str | bool | None = None  # the output is JSON of this schema; kept as JSON text
+    regex: str | None = None  # the output matches this expression
+    choice: Sequence[str] | None = None  # the output is one of these texts
 
     def __post_init__(self) -> None:
         for name, bounds in RANGES.items():
@@ -103,12 +107,31 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _whole_numbers("stop_token_ids", self.stop_token_ids, 0))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        constraint = canonical_constraint(self.json_schema, self.regex, self.choice)
+        for name, value in zip(("json_schema", "regex", "choice"), constraint, strict=True):
+            object.__setattr__(self, name, value)
+        for name in ("ignore_eos", "min_tokens"):
+            if self.constraint is not None and getattr(self, name):
+                raise RequestError(f"{name} cannot be combined with {self.constraint}", name)
         if self.exit_depths is not None:
             object.__setattr__(self, "exit_depths", _whole_numbers("exit_depths", self.exit_depths, 1))
         if self.gate is not None and self.gate not in GATE_BY_LABEL:
             raise RequestError(f"gate must be one of {', '.join(GATE_BY_LABEL)}, not {self.gate!r}", "gate")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
+
+    @property
+    def constraint(self) -> str | None:
+        """The field that constrains the output, if one does."""
+        if self.json_schema is None and self.regex is None and not self.choice:
+            return None
+        assert self.json_schema is None or isinstance(self.json_schema, str)
+        return constraint_name(self.json_schema, self.regex)
+
+    def grammar(self) -> str:
+        """What the constraint allows, as the worker reads it; "" without one. Raises RequestError."""
+        assert self.json_schema is None or isinstance(self.json_schema, str)
+        return grammar_text(self.json_schema, self.regex, self.choice or ())
 
 
 _DEFAULTS = {entry.name: entry.default for entry in fields(SamplingParams)}
@@ -225,7 +248,14 @@ class RequestDefaults:
             logit_bias=self._logit_bias(params),
             logprobs=self._wants("logprobs", params.logprobs),
             prompt_logprobs=self._wants("prompt_logprobs", params.prompt_logprobs),
+            grammar=self._grammar(params),
         )
+
+    def _grammar(self, params: SamplingParams) -> str:
+        name = params.constraint
+        if name is not None and not self.info.grammars:
+            raise RequestError(f"{name}: this engine cannot constrain output (it has no tokenizer that fits)", name)
+        return params.grammar()
 
     def _logit_bias(self, params: SamplingParams) -> bytes:
         """int32 [n, 2]: token, float32 bits."""
