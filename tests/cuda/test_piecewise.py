@@ -1,0 +1,179 @@
+"""Prefill as captured pieces: equal to the eager one, and its captures hold what a CUDA graph holds.
+
+Pieces and decode stages are captured on tapes (tape_accelerator.py), which replay operators over fixed addresses and
+run none of the captured Python again; the attention of both paths is the Triton backend with its twin.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton_twin
+from cuda.test_overlapped import configure, requests, serve
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker import ops, sampling
+from depthbatch.worker.attention.paged import TritonAttention
+from depthbatch.worker.build import BuiltRunner, assemble
+from depthbatch.worker.device import resolve_device
+from depthbatch.worker.kernels.library import MODE_VARIABLE, cpu_kernels
+from depthbatch.worker.loader import load_model
+from depthbatch.worker.overlapped import OverlappedRunner
+from depthbatch.worker.piecewise import TOKEN_COUNTS, PiecewisePrefill, token_counts
+from depthbatch.worker.prefill_input import PrefillInput
+from depthbatch.worker.stages import Sampler
+from tape_accelerator import TapeAccelerator
+
+GREEDY = Sampler(False, False)
+FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
+
+
+@pytest.fixture(autouse=True)
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a GPU: no C kernels, torch's sort, the Triton backend."""
+    monkeypatch.setenv(MODE_VARIABLE, "torch")
+    monkeypatch.setattr(sampling, "_descending", lambda weights: torch.sort(weights, descending=True).values)
+    ops.use_kernels(None)
+    yield
+    monkeypatch.undo()
+    ops.use_kernels(cpu_kernels())
+
+
+def built(model: str, layout: str, mode: str = "off") -> BuiltRunner:
+    config = configure(model, mode, layout)
+    device = resolve_device("cpu")
+    loaded = load_model(config.model, dtype="float32", device=device, load_format="auto", seed=0, r_max=4)
+    made = assemble(config, loaded, device, "triton")
+    backend = made.runner.stages.backend
+    assert isinstance(backend, TritonAttention)
+    backend._kernels = triton_twin
+    return made
+
+
+def caches(made: BuiltRunner) -> list[torch.Tensor]:
+    backend = made.runner.stages.backend
+    assert isinstance(backend, TritonAttention)
+    return [*backend.k_cache, *backend.v_cache]
+
+
+def prompts(lengths: tuple[int, ...], starts: tuple[int, ...], seed: int) -> PrefillInput:
+    """Chunks of slots 1, 2, ..., with the blocks they need."""
+    rng = np.random.default_rng(seed)
+    slots = range(1, len(lengths) + 1)
+    blocks = [
+        (s, c, 1 + 8 * (s - 1) + c)
+        for s, n, at in zip(slots, lengths, starts, strict=True)
+        for c in range((at + n + 15) // 16)
+    ]
+    frame = [*slots, *starts, *lengths, *[1] * len(lengths), *rng.integers(0, 290, sum(lengths))]
+    frame += [value for block in blocks for value in block]
+    return PrefillInput.upload(np.array(frame, np.int32), sum(lengths), len(blocks), torch.device("cpu"))
+
+
+def pieces_of(made: BuiltRunner, max_tokens: int, accelerator: TapeAccelerator) -> PiecewisePrefill:
+    stages = made.runner.stages
+
+    def trial(context: object) -> object:
+        return stages.prefill(PrefillInput.dummy(1, torch.device("cpu")), GREEDY, context)  # type: ignore[arg-type]
+
+    width = stages.model.spec.hidden_size
+    with torch.inference_mode():
+        return PiecewisePrefill(trial, stages.backend.geometry, width, max_tokens, accelerator.capture)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("ouro-tiny", KVLayout.DEPTH_INDEXED),
+        ("ouro-tiny", KVLayout.FIRST_THEN_SHARED),
+        ("huginn-tiny", KVLayout.LAST_EXITED),
+        ("huginn-tiny", KVLayout.SINGLE),
+    ],
+)
+def test_pieces_equal_eager(model: str, layout: KVLayout) -> None:
+    """Tokens, prompt logprobs' input (through the tokens) and every K and V equal those of the eager prefill: whole
+    prompts, then chunks behind them, at sizes on and between the captured ones. The rows past the real tokens start
+    as NaN, so one row that leaks into another shows; that pieces ran, and for a larger prompt did not, is counted."""
+    eager, pieced = built(model, layout), built(model, layout)
+    accelerator = TapeAccelerator(0)
+    pieces = pieces_of(pieced, 80, accelerator)
+    replays = 0
+
+    def counting(replay: object) -> object:
+        def run() -> None:
+            nonlocal replays
+            replays += 1
+            replay()  # type: ignore[operator]
+
+        return run
+
+    pieces._pieces = {key: [counting(piece) for piece in made] for key, made in pieces._pieces.items()}  # type: ignore[misc]
+    stages = pieced.runner.stages
+    blocks = [len(stack.blocks) for stack in pieces._stacks]
+    loops = [1] * len(blocks) if len(blocks) == 1 else [1, stages.r_max, 1]
+    a_prefill = sum((n + 1) * (stages.r_max if len(blocks) == 1 else r) for n, r in zip(blocks, loops, strict=True))
+    for lengths, starts, runs in (
+        ((64,), (0,), 1),
+        ((3, 40, 1), (0, 0, 0), 1),
+        ((5, 20), (3, 40), 1),
+        ((90,), (0,), 0),
+    ):
+        before, chunks = replays, prompts(lengths, starts, sum(lengths))
+        with torch.inference_mode():
+            pieces._buffers.x.fill_(torch.nan)
+            pieces._buffers.attended.fill_(torch.nan)
+            want = eager.runner.stages.prefill(chunks, GREEDY)
+            got = stages.prefill(chunks, GREEDY, pieces.context)
+        assert replays - before == runs * a_prefill
+        assert torch.equal(got.sampled.tokens, want.sampled.tokens)
+        for mine, theirs in zip(caches(pieced), caches(eager), strict=True):
+            torch.testing.assert_close(mine[1:], theirs[1:], atol=2e-5, rtol=2e-5)
+    assert all(cache[1:].count_nonzero() for cache in caches(pieced))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "gate"),
+    [("ouro-tiny", "last_exited", Gate.DELAYED), ("huginn-tiny", "single", Gate.CONVERGENCE)],
+)
+def test_tapes_equal_plain(model: str, layout: str, gate: Gate) -> None:
+    """The whole engine on captures that keep only operators and addresses gives the plain runner's tokens and depths:
+    nothing a stage needs is decided by Python at replay, or was read from the device at capture."""
+    plain = built(model, layout)
+    submits = requests(gate, plain.info.r_max)
+    want, _ = serve(
+        Scheduler(SchedulerConfig.resolve(configure(model, "off", layout), plain.info)), plain.runner, submits
+    )
+    taped = built(model, layout, "lookahead")
+    accelerator = TapeAccelerator(1)
+    runner = OverlappedRunner(taped.runner.stages, taped.runner.limits, accelerator, 48)
+    scheduler = Scheduler(SchedulerConfig.resolve(configure(model, "lookahead", layout), taped.info))
+    got, _ = serve(scheduler, runner, submits)
+    assert got == want
+    assert min(len(tape.entries) for tape in accelerator.tapes) > 1
+    assert any(depth < plain.info.r_max for answer in got.values() for depth in answer[1][1:])
+
+
+def test_a_tape_sees_what_a_graph_cannot_hold() -> None:
+    """A host read raises; a number read before stays as it was: so equal tokens above mean that there is none."""
+    accelerator, x = TapeAccelerator(0), torch.ones(3)
+    with pytest.raises(AssertionError, match="waits for the device"):
+        accelerator.capture(lambda: x.sum().item())
+    y = torch.zeros(3)
+    host = [2.0]
+    replay = accelerator.capture(lambda: y.copy_(x * host[0]))
+    host[0] = 3.0
+    x.fill_(5.0)
+    replay()
+    assert y.tolist() == [10.0] * 3
+
+
+def test_token_counts() -> None:
+    """Never more than can come, always enough for what comes, never beyond what is worth capturing."""
+    assert token_counts(48) == (48,)
+    assert token_counts(64) == (64,)
+    assert token_counts(200) == (64, 128, 192, 200)
+    assert token_counts(8192) == TOKEN_COUNTS
