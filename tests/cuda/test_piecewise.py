@@ -17,6 +17,7 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker import ops, sampling
+from depthbatch.worker.attention import triton_decode
 from depthbatch.worker.attention.paged import TritonAttention
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import resolve_device
@@ -34,7 +35,9 @@ FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 
 @pytest.fixture(autouse=True)
 def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU: no C kernels, torch's sort, the Triton backend."""
+    """As on a GPU: no C kernels, torch's sort, the Triton backend (with its twin: interpreting takes minutes)."""
+    monkeypatch.setattr(triton_decode, "append_kv", triton_twin.append_kv)
+    monkeypatch.setattr(triton_decode, "decode_attention", triton_twin.decode_attention)
     monkeypatch.setenv(MODE_VARIABLE, "torch")
     monkeypatch.setattr(sampling, "_descending", lambda weights: torch.sort(weights, descending=True).values)
     ops.use_kernels(None)
@@ -47,11 +50,7 @@ def built(model: str, layout: str, mode: str = "off") -> BuiltRunner:
     config = configure(model, mode, layout)
     device = resolve_device("cpu")
     loaded = load_model(config.model, dtype="float32", device=device, load_format="auto", seed=0, r_max=4)
-    made = assemble(config, loaded, device, "triton")
-    backend = made.runner.stages.backend
-    assert isinstance(backend, TritonAttention)
-    backend._kernels = triton_twin
-    return made
+    return assemble(config, loaded, device, "triton")
 
 
 def caches(made: BuiltRunner) -> list[torch.Tensor]:
