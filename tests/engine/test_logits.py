@@ -4,13 +4,18 @@ Every request runs at full depth, where a token's logits are those of a prefill 
 one reference prefill a token, a log-softmax, and penalties written down as vLLM documents them.
 """
 
+from collections import deque
 from functools import cache
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from depthbatch.common.frames import MAX_LOGPROBS, score_fields
-from depthbatch.common.messages import RequestParams, StageBatch, Variant
+from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit, Variant
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from engine.lockstep import Answer
 from engine.oracle import NEAR_TIE, OURO, R_MAX, prompts_of
 from engine.test_lockstep import engine
 from reference import ouro
@@ -178,3 +183,69 @@ def test_batches_that_ask_for_nothing_pay_nothing() -> None:
     running.run([(prompt, RequestParams(max_tokens=3, max_loops=4)) for prompt, _ in requests()])
     headers: list[StageBatch] = [ran.header for ran in running.history]
     assert headers and not any(header.variant or header.extra for header in headers)
+
+
+@pytest.mark.parametrize("lost_after", [1, 4, 9, 15])
+def test_a_new_worker_rebuilds_counts_and_scores_each_token_once(lost_after: int) -> None:
+    """The worker is replaced after some stages, mid-prompt ones among them: tokens and scores are those of a quiet run.
+
+    The new worker's slots hold no counts and other requests, so what is not rebuilt from the prefill would show; a
+    score that was lost on the way, or sent twice, would shift all later ones.
+    """
+    options = {"max_num_batched_tokens": 13, "async_scheduling": "lookahead"}
+    batch = requests(logprobs=True)
+    want = engine(OURO, LAYOUT, **options).run(batch)
+    workers = [engine(OURO, LAYOUT, **options) for _ in range(2)]
+    scheduler = Scheduler(SchedulerConfig.resolve(workers[0].config, workers[0].built.info))
+    for index, (prompt, params) in enumerate(batch):
+        assert scheduler.submit(Submit(index, np.array(prompt, np.int32).tobytes(), params)) is None
+    answers = [Answer() for _ in batch]
+    for now, worker in enumerate(workers):
+        results: deque[StageResult] = deque()
+        dispatched = 0
+        while scheduler.num_unfinished and (now or dispatched < lost_after):
+            stage = scheduler.next_stage(float(now))
+            if stage is not None:
+                output = worker.built.runner.run(stage.header, stage.frame, stage.slot_params)
+                results.append(StageResult(stage.header.step_id, 0.0, 1.0, *[part.tobytes() for part in output]))
+                dispatched += 1
+                continue
+            for event in scheduler.complete(results.popleft(), float(now)):
+                answers[event.request_id].tokens += event.token_ids
+                answers[event.request_id].scores += event.logprobs
+                answers[event.request_id].prompt_scores += event.prompt_logprobs
+        if not now:
+            assert results, "nothing was in flight when the worker was lost"
+            scheduler.recover()
+    for mine, other in zip(answers, want, strict=True):
+        assert mine.tokens == other.tokens
+        for a, b in ((mine.scores, other.scores), (mine.prompt_scores, other.prompt_scores)):
+            np.testing.assert_allclose(rows_of(a).view(np.float32)[:, 0], rows_of(b).view(np.float32)[:, 0], atol=1e-4)
+
+
+def test_a_resubmitted_request_is_scored_from_where_it_was() -> None:
+    """After a crash of the scheduler: a prompt of which 20 tokens had been scored, and one that has generated."""
+    prompt, params = prompts_of(OURO)[2], requests()[0][1]
+    params = msgspec.structs.replace(params, prompt_logprobs=True, logprobs=True)
+    want = engine(OURO, LAYOUT).run([(prompt, params)])[0]
+    running = engine(OURO, LAYOUT)
+    scheduler = Scheduler(SchedulerConfig.resolve(running.config, running.built.info))
+    data = np.array(prompt, np.int32).tobytes()
+    assert scheduler.submit(Submit(0, data, params, scored=20)) is None
+    said = np.array(want.tokens[:3], np.int32).tobytes()
+    assert scheduler.submit(Submit(1, data, params, generated=said, scored=len(prompt) - 1)) is None
+    tokens, scores, prompt_scores = [[], want.tokens[:3]], [b"", b""], [b"", b""]
+    while scheduler.num_unfinished:
+        stage = scheduler.next_stage(0.0)
+        assert stage is not None
+        output = running.built.runner.run(stage.header, stage.frame, stage.slot_params)
+        result = StageResult(stage.header.step_id, 0.0, 1.0, *[part.tobytes() for part in output])
+        for event in scheduler.complete(result, 0.0):
+            tokens[event.request_id] += event.token_ids
+            scores[event.request_id] += event.logprobs
+            prompt_scores[event.request_id] += event.prompt_logprobs
+    assert tokens == [want.tokens, want.tokens]
+    check_scores(prompt_scores[0], prompt, want.tokens, 21)
+    assert len(rows_of(prompt_scores[0])) == len(prompt) - 21 and not prompt_scores[1]
+    check_scores(scores[1], prompt, want.tokens, len(prompt) + 3)
+    assert len(rows_of(scores[1])) == OUTPUTS - 3

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import RequestError
@@ -27,6 +28,13 @@ BAD_BY_ITSELF: list[tuple[str, Any]] = [
     ("exit_threshold", -0.1), ("exit_threshold", NAN), ("exit_threshold", INF), ("exit_threshold", "low"),
     ("min_loops", 0), ("min_loops", 1.5), ("max_loops", 0), ("num_loops", 0), ("num_loops", -3), ("num_loops", "2"),
     ("gate", "owm"), ("gate", 3), ("exit_depths", [0]), ("exit_depths", 3), ("exit_depths", ["2"]),
+    ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", NAN), ("frequency_penalty", "1"),
+    ("repetition_penalty", 0.0), ("repetition_penalty", 10.5), ("repetition_penalty", None), ("logit_bias", [1]),
+    ("logit_bias", {"a": 1}), ("logit_bias", {-1: 1}), ("logit_bias", {1: 101}), ("logit_bias", {1: NAN}),
+    ("logit_bias", {True: 1}), ("logit_bias", {1: "1"}), ("logit_bias", dict.fromkeys(range(513), 1)),
+    ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", 1.0), ("regex", ""), ("regex", 5),
+    ("regex", "x" * 70_000), ("choice", []), ("choice", "ab"), ("choice", [""]), ("choice", [1]), ("json_schema", 5),
+    ("json_schema", "{"), ("json_schema", {"a": NAN}), ("json_schema", "[1]"), ("json_schema", {"enum": ["x"] * 70_000}),
     ("priority", 1.5), ("priority", 2**20), ("timeout_s", 0), ("timeout_s", -1.0), ("timeout_s", NAN),
 ]  # fmt: skip
 
@@ -43,6 +51,11 @@ def test_bad_by_itself(name: str, value: Any) -> None:
 BAD_HERE: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 508}, "max_tokens"),
     ({"stop_token_ids": [fake_engine.VOCAB]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"logit_bias": {fake_engine.VOCAB: 1}}, "logit_bias"),
+    ({"logprobs": 0}, "logprobs"),  # the fake engine gives none, and has no grammars
+    ({"prompt_logprobs": 2}, "prompt_logprobs"),
+    ({"regex": "a"}, "regex"),
     ({"num_loops": 5}, "num_loops"),
     ({"max_loops": 5}, "max_loops"),
     ({"min_loops": 5}, "min_loops"),
@@ -153,3 +166,42 @@ def test_frozen() -> None:
     """Parameters are shared between requests, so nothing may change them."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().max_tokens = 3  # type: ignore[misc]
+
+
+def test_logit_bias_and_penalties_reach_the_engine() -> None:
+    """JSON's string keys are token ids; pairs travel as token and float bits, ascending."""
+    params = resolve(logit_bias={"7": 1.5, 3: -2}, presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.25)
+    pairs = np.frombuffer(params.logit_bias, np.int32).reshape(-1, 2)
+    assert pairs[:, 0].tolist() == [3, 7] and pairs[:, 1].view(np.float32).tolist() == [-2.0, 1.5]
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, -0.5, 1.25)
+    assert params.shapes_logits and not resolve(min_tokens=2, ignore_eos=True).shapes_logits
+    assert resolve(min_tokens=2).shapes_logits
+
+
+def test_logprobs_up_to_what_the_engine_has() -> None:
+    """A vocabulary of 5 has no 6 likeliest tokens."""
+    info = msgspec.structs.replace(INFO, max_logprobs=5)
+    defaults = RequestDefaults(info, seed=0)
+    assert defaults.resolve(SamplingParams(logprobs=5), 5, 0).logprobs
+    assert not defaults.resolve(SamplingParams(prompt_logprobs=0), 5, 0).logprobs
+    with pytest.raises(RequestError, match="at most 5"):
+        defaults.resolve(SamplingParams(logprobs=6), 5, 0)
+
+
+def test_a_constraint_excludes_what_contradicts_it() -> None:
+    """Only the end of the sequence may follow a finished grammar; what forbids that end is refused with it."""
+    for name, value in (("min_tokens", 1), ("ignore_eos", True)):
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(regex="a", **{name: value})
+        assert caught.value.param == name
+    with pytest.raises(RequestError, match="exclude each other"):
+        SamplingParams(regex="a", choice=["b"])
+    params = SamplingParams(json_schema={"type": "integer"})
+    assert dataclasses.replace(params, max_tokens=3).json_schema == params.json_schema == '{"type": "integer"}'
+
+
+def test_min_tokens_needs_a_token_that_is_no_stop() -> None:
+    info = msgspec.structs.replace(INFO, vocab_size=3)
+    with pytest.raises(RequestError) as caught:
+        RequestDefaults(info, seed=0).resolve(SamplingParams(min_tokens=1, stop_token_ids=[1]), 5, 0)
+    assert caught.value.param == "min_tokens"
