@@ -167,6 +167,7 @@ class ZmqApi:
                     text=delta.text,
                     token_ids=delta.token_ids,
                     exit_depths=delta.exit_depths,
+                    **{name: rows for name in ("logprobs", "prompt_logprobs") if (rows := getattr(delta, name))},
                 )
             if delta.finish_reason is not None:
                 self._router.reply(

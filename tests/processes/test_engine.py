@@ -54,8 +54,10 @@ def test_published_tokens(llm: LLM) -> None:
         SamplingParams(gate="own", exit_threshold=0.5, **GREEDY),
         SamplingParams(gate="delayed", exit_threshold=0.3, min_loops=2, max_loops=3, **GREEDY),
         SamplingParams(max_tokens=24, temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=11, ignore_eos=True),
+        SamplingParams(presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.1, **GREEDY),
+        SamplingParams(logit_bias={7: 3.0}, min_tokens=5, stop_token_ids=[7], **GREEDY),
     ],
-    ids=["replay", "fixed", "own", "delayed", "sampled"],
+    ids=["replay", "fixed", "own", "delayed", "sampled", "penalties", "held-off"],
 )
 def test_equals_lockstep(llm: LLM, lockstep: LockstepEngine, params: SamplingParams) -> None:
     """The same scheduler and runner without sockets: what processes add must change no token and no depth. Parameters
@@ -123,17 +125,26 @@ def test_abort_mid_stream_frees_slot_and_blocks(llm: LLM) -> None:
 def test_kill_9_changes_nothing(llm: LLM, victim: str) -> None:
     """At full depth the rebuilt sequence is the undisturbed one, token for token: none lost, none twice, same sampling
     draws. The sampled request would differ from its first run if draws depended on anything but seed and position."""
-    sampled = SamplingParams(gate="none", max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    sampled = SamplingParams(
+        gate="none", max_tokens=200, temperature=1.0, seed=3, ignore_eos=True, logprobs=1, prompt_logprobs=0,
+        repetition_penalty=1.2, presence_penalty=0.5,
+    )  # fmt: skip
     greedy = SamplingParams(gate="none", **GREEDY)
     [undisturbed] = llm.generate([PROMPTS[0]], sampled)
+    logprobs, prompt_logprobs = list[float](), list[float]()
     restarts = llm.health().processes[victim].restarts
     got: list[list[int]] = [[] for _ in range(5)]
     for count, (index, delta) in enumerate(llm.stream([*PROMPTS, PROMPTS[0]], [*[greedy] * 4, sampled])):
         got[index] += delta.token_ids
+        logprobs += [entry.logprob for entry in delta.logprobs]
+        prompt_logprobs += [entry.logprob for entry in delta.prompt_logprobs]
         if count == 40:
             os.kill(llm.health().processes[victim].pid, signal.SIGKILL)
     assert got[:4] == FULL_DEPTH
     assert got[4] == undisturbed.token_ids
+    assert logprobs == pytest.approx([entry.logprob for entry in undisturbed.logprobs], abs=1e-4)
+    assert prompt_logprobs == pytest.approx([entry.logprob for entry in undisturbed.prompt_logprobs], abs=1e-4)
+    assert (len(logprobs), len(prompt_logprobs)) == (200, len(PROMPTS[0]) - 1)
     assert llm.health().processes[victim].restarts == restarts + 1
     wait_until_idle(llm)
 
@@ -161,7 +172,12 @@ def test_async_engine_and_native_api(tmp_path: Path) -> None:
 
     def body(address: str) -> None:
         client, leaver = Client(address), Client(address)
-        *pieces, last = client.generate(PROMPTS[2], gate="none", **GREEDY)
+        *pieces, last = client.generate(PROMPTS[2], gate="none", logprobs=2, prompt_logprobs=1, **GREEDY)
+        rows = [row for piece in pieces for row in piece["logprobs"]]
+        assert [token for token, _, _ in rows] == FULL_DEPTH[2]
+        assert all(top[0] == [token, logprob] and len(top) == 2 for token, logprob, top in rows)
+        prompt_rows = [row for piece in pieces for row in piece.get("prompt_logprobs", ())]
+        assert [token for token, _, _ in prompt_rows] == PROMPTS[2][1:]
         assert [token for piece in pieces for token in piece["token_ids"]] == FULL_DEPTH[2]
         assert last["finish_reason"] == "length"
         leaver.send(verb="submit", id=1, prompt=PROMPTS[0], params={"max_tokens": 900, "ignore_eos": True})
