@@ -62,6 +62,11 @@ class Kernels:
         library.db_packed_size.argtypes, library.db_packed_size.restype = (I64, I64, I32), I64
         self._packed_size: Callable[..., int] = library.db_packed_size
 
+        library.db_read.argtypes, library.db_read.restype = (PTR, I64), I64
+        self.read: Callable[..., int] = library.db_read
+        library.db_multiply.argtypes, library.db_multiply.restype = (I64, I32, PTR), I64
+        self.multiply: Callable[..., int] = library.db_multiply
+
     def can_multiply(self, weight: torch.Tensor, gated: bool) -> bool:
         """Whether the matrix products take a weight [out, in]."""
         kernels = self.by_type.get(weight.dtype)
