@@ -9,6 +9,11 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     return (*small, *range(8, max_rows, 8), max_rows)
 
 
+def power_of_two_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, ... and ``max_rows``: the paper's buckets, to compare with."""
+    return (*(1 << e for e in range(max_rows.bit_length()) if 1 << e < max_rows), max_rows)
+
+
 def bucket_for(buckets: tuple[int, ...], rows: int) -> int:
     """The smallest bucket that holds ``rows``."""
     return buckets[bisect_left(buckets, rows)]

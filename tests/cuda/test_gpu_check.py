@@ -1,0 +1,100 @@
+"""The GPU check without a GPU: every section on tiny models, over the accelerator that is the host.
+
+What a lent machine has little time for must not fail on a typing mistake: all lines but those that ask CUDA run here.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from depthbatch.benchmarks import gpu_check, gpu_sections
+from depthbatch.benchmarks.gpu_check import Report, Section, check
+from depthbatch.benchmarks.gpu_sections import Setup
+from depthbatch.worker.buckets import bucket_sizes, power_of_two_sizes
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    return Setup(True, tmp_path, ROOT / "tests" / "data" / "fidelity")
+
+
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_steps(setup: Setup, model: str) -> None:
+    """Every measured time is there and positive, at every batch that fits."""
+    results = dict(gpu_sections.steps(setup, model))
+    core = results[f"{model}.core_step"]
+    assert {"B1.L32", "B8.L32"} < set(core) and all(core[key]["ratio"] > 0 for key in core if key.startswith("B"))
+    buckets = results[f"{model}.buckets"]
+    assert buckets["steps_of_8"]["mean_ms"] > 0 and set(buckets["ms"]) == {"1", "2", "4", "8", "12"}
+    assert results[f"{model}.launch"]["gap_us"] > 0
+    assert results[f"{model}.prefill"]["40"]["pieces_ms"] > 0
+    assert results[f"{model}.capture"]["pieces"] > 2
+
+
+def test_fidelity_is_exact_and_can_fail(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison passes on the same processor, and raises when one answer differs."""
+    results = dict(gpu_sections.fidelity(setup))
+    assert len(results) == 4 and all(r["same"] == r["tokens"] > 50 for r in results.values())
+    honest = gpu_sections._answers
+
+    def wrong(built: object, config: object) -> object:
+        answers = honest(built, config)  # type: ignore[arg-type]
+        if config.async_scheduling == "lookahead":  # type: ignore[attr-defined]
+            answers[2].tokens[1] += 1
+        return answers
+
+    monkeypatch.setattr(gpu_sections, "_answers", wrong)
+    with pytest.raises(AssertionError, match="not the CPU's answers"):
+        gpu_sections._compare(setup, "ouro-tiny", "float32", "sdpa")
+
+
+def test_engines(setup: Setup) -> None:
+    """The first two engines through real processes: replayed depths arrive, idle share and the ratio to cb are told."""
+    engines = gpu_sections.engines(setup, "ouro")
+    (first, cb), (second, refill) = next(engines), next(engines)
+    assert (first, second) == ("ouro.engine.cb", "ouro.engine.refill")
+    assert cb["mean_depth"] == 4.0 and 2.0 <= refill["mean_depth"] < 4.0
+    assert refill["relative_to_cb"] > 0 and 0 <= refill["idle_share"] <= 1
+
+
+def test_a_section_that_fails_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through real child processes: a section that raises, one that there is no time for, and the results before and
+    after them, all in the JSON; the whole is called failed."""
+    report = Report(tmp_path / "out.json", True)
+    check(Section("environment", 60), report, 60, tmp_path, True)
+    check(Section("nonsense.steps", 60), report, 60, tmp_path, True)
+    check(Section("ouro.steps", 60), report, 5, tmp_path, True)
+    check(Section("tests.cpu-side", 60), report, 60, tmp_path, True)
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert results["environment"]["status"] == "ok" and results["bandwidth"]["copy_bytes_per_s"] > 0
+    assert results["nonsense.steps"]["status"] == "failed" and "KeyError" in results["nonsense.steps"]["error"]
+    assert results["ouro.steps"]["status"] == "skipped" and results["tests.cpu-side"]["status"] == "skipped"
+    assert report.failed
+
+
+def test_the_script(tmp_path: Path) -> None:
+    """benchmarks/gpu_check.sh from another directory, without an installed package: GPU tests are skipped by reason."""
+    command = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), "--dry-run-cpu", "--only", "tests.gpu"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OUTPUT": str(tmp_path / "out.json")}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    tail = json.loads((tmp_path / "out.json").read_text())["results"]["tests.gpu"]["tail"]
+    assert "no CUDA device is available" in tail and " passed" not in tail
+
+
+def test_budget_is_under_eight_minutes() -> None:
+    """All sections at their limits may exceed it; what is left is skipped, so the whole keeps to the budget."""
+    assert gpu_check.BUDGET_S < 8 * 60
+    assert all(section.limit_s <= 150 for section in gpu_check.SECTIONS)
+
+
+def test_powers_of_two_are_among_the_steps() -> None:
+    """Both sets are compared from one capture."""
+    for rows in (1, 3, 12, 64, 200, 256):
+        powers = power_of_two_sizes(rows)
+        assert powers[-1] == rows and set(powers) <= set(bucket_sizes(rows))
+        assert list(powers) == sorted(set(powers))
