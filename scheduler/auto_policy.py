@@ -26,8 +26,10 @@ from depthbatch.scheduler.inflight import InFlightStep
 from depthbatch.scheduler.policies import Move, QueueView
 
 _REFRESH_STEPS = 32  # core steps between refits; in the beginning also after 8 and 16
-_FAST_PLAY = 4  # rounds of the tournament beside a core step until it has a verdict,
-_SLOW_PLAY = 4  # then one round beside every fourth core step
+_ROUND_S = 60e-6  # about what a round of the tournament takes the scheduler
+_LEARNING_SHARE = 0.1  # of the device's time that rounds may take until there is a verdict,
+_STEADY_SHARE = 0.005  # and after that
+_MOST_ROUNDS = 4  # beside one core step
 _FORGET = 0.5  # of the flow counts, whenever they cover _FLOW_WIDTHS widths of finished requests
 _FLOW_WIDTHS = 4
 
@@ -48,6 +50,8 @@ class AutoPolicy:
         self.theta = 0.0  # row-places, the price of serving one token
         self.min_free_slots = min_free_slots  # S in force
         self._core_steps = 0
+        self._core_s = 0.0  # of the latest core step
+        self._credit_s = 0.0  # time that rounds of the tournament may take
         self._last_end_s: float | None = None  # of the latest stage, on the worker's clock
 
     def choose(self, view: QueueView) -> Move | None:
@@ -72,7 +76,9 @@ class AutoPolicy:
         self._last_end_s = end_s
         self.costs.add(step.stage, step.slots.size, step.tokens, end_s - waited_since_s)
         self._flow.add(step)
-        if step.stage is Stage.CODA:
+        if step.stage is Stage.CORE:
+            self._core_s = end_s - start_s
+        elif step.stage is Stage.CODA:
             self.forecast.add(step.slots, step.depths)
 
     def _defers(self, view: QueueView) -> bool:
@@ -88,10 +94,10 @@ class AutoPolicy:
 
     def _think(self, view: QueueView) -> None:
         """What is done beside a core step: a round of the tournament, and now and then a refit."""
-        if not self.tournament.settled:
-            for _ in range(_FAST_PLAY):
-                self.tournament.play(view.informed)
-        elif self._core_steps % _SLOW_PLAY == 0:
+        share = _STEADY_SHARE if self.tournament.settled else _LEARNING_SHARE
+        self._credit_s = min(self._credit_s + share * self._core_s, _MOST_ROUNDS * _ROUND_S)
+        while self._credit_s >= _ROUND_S:
+            self._credit_s -= _ROUND_S
             self.tournament.play(view.informed)
         if self._core_steps % _REFRESH_STEPS == 0 or self._core_steps in (8, 16):
             self._refresh()
