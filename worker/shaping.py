@@ -78,11 +78,13 @@ class Shaping:
         """Shaped logits of the tokens that go to ``positions`` int32 [N]; logits fp32 [N, V] are left as they are."""
         shaped = logits.scatter_add(1, self.tokens.index_select(0, slots).long(), self._sums(slots, params, positions))
         counts = self.counts.index_select(0, slots)
+        present = counts > 0
+        seen = self.in_prompt.index_select(0, slots).logical_or_(present)
         repetition = torch.where(params.repetition > 0, params.repetition, 1.0).unsqueeze(1)
-        seen = (counts > 0) | self.in_prompt.index_select(0, slots)
-        shaped = torch.where(seen, torch.where(shaped > 0, shaped / repetition, shaped * repetition), shaped)
-        shaped = shaped - params.frequency.unsqueeze(1) * counts
-        return shaped - params.presence.unsqueeze(1) * (counts > 0)
+        scratch = torch.where(shaped > 0, repetition.reciprocal(), repetition)
+        shaped.mul_(scratch.masked_fill_(seen.logical_not_(), 1.0))
+        shaped.sub_(scratch.copy_(counts).mul_(params.frequency.unsqueeze(1)))
+        return shaped.sub_(scratch.copy_(present).mul_(params.presence.unsqueeze(1)))
 
     def constrain(self, logits: Tensor, slots: Tensor, params: SlotParams) -> Tensor:
         """-inf for what a constrained row's grammar forbids now; fp32 [N, V]."""
