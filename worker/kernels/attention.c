@@ -77,12 +77,14 @@ INLINE int is_large(const LayerArgs *layer, const RowArgs *rows) {
 }
 
 EXPORT void db_attend_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
+    Barrier barrier = {0};
 #pragma omp parallel if (is_large(layer, rows))
-    attend_team_f32(layer, rows, call);
+    attend_team_f32(layer, rows, call, &barrier);
 }
 EXPORT void db_attend_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
+    Barrier barrier = {0};
 #pragma omp parallel if (is_large(layer, rows))
-    attend_team_bf16(layer, rows, call);
+    attend_team_bf16(layer, rows, call, &barrier);
 }
 
 /* Copies K and V of each row's position from plane source[b] to planes first[b] .. end[b]-1 of every layer. */

@@ -2,7 +2,7 @@
 #ifndef DEPTHBATCH_ATTENTION_H
 #define DEPTHBATCH_ATTENTION_H
 
-#include <stdint.h>
+#include "team.h"
 
 /* One cache layer: K and V are [num_blocks * planes, num_kv_heads, block_size, head_dim]. */
 typedef struct {
@@ -34,7 +34,7 @@ typedef struct {
 } CallArgs;
 
 /* Called by every thread of a team; a barrier ends it. */
-void attend_team_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call);
-void attend_team_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call);
+void attend_team_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier);
+void attend_team_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier);
 
 #endif

@@ -274,7 +274,7 @@ INLINE int NAME(run_length)(const RowArgs *rows, int64_t row) {
     return count;
 }
 
-void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
+void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
     const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
     const int group = layer->num_heads / layer->num_kv_heads, dh = layer->head_dim;
     const int shared = rows->rows_share_slots, stride = shared ? MAX_RUN : 1;
@@ -283,13 +283,14 @@ void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallAr
     const int64_t num_heads = shared || runs < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
     float scratch[stride * group * num_heads * (2 * dh + 2)] __attribute__((aligned(64)));
     if (shared) { /* a row may read what another row appends: all appends first */
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < n; row++)
             for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
+        team_barrier(barrier);
     }
     /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. A thread takes several
      * neighbours at a time, since the prefetch at a row's end is for the next row. */
-#pragma omp for schedule(dynamic, task_share(runs * shares))
+#pragma omp for schedule(dynamic, task_share(runs * shares)) nowait
     for (int64_t task = 0; task < runs * shares; task++) {
         const int64_t head = task % shares * num_heads, begin = task / shares * stride;
         const int64_t end = begin + stride < n ? begin + stride : n;
@@ -301,4 +302,5 @@ void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallAr
             row += count;
         }
     }
+    team_barrier(barrier);
 }

@@ -86,12 +86,14 @@ INLINE __m512bh broadcast_pair(const bf16 *p) {
 /* out [n, cols] = x [n, k] @ weight.T; gated: out [n, cols] = silu(gate) * up, cols of each. */
 EXPORT void db_linear_f32(float *out, const float *x, const float *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
     const Packed layer = {packed, cols, k, gated};
+    Barrier barrier = {0};
 #pragma omp parallel
-    gemm_team_f32(&layer, x, k, out, cols, n);
+    gemm_team_f32(&layer, x, k, out, cols, n, &barrier);
 }
 EXPORT void db_linear_bf16(bf16 *out, const bf16 *x, const bf16 *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
     const Packed layer = {packed, cols, k, gated};
+    Barrier barrier = {0};
 #pragma omp parallel
-    gemm_team_bf16(&layer, x, k, out, cols, n);
+    gemm_team_bf16(&layer, x, k, out, cols, n, &barrier);
 }
 #endif

@@ -11,6 +11,7 @@
 #ifndef DEPTHBATCH_GEMM_H
 #define DEPTHBATCH_GEMM_H
 
+#include "team.h"
 #include "vec.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -30,7 +31,9 @@ typedef struct {
 
 /* out [n, cols] = x [n, k] times the layer, rows `stride` elements apart. Called by every thread of a team; a barrier
  * ends it. Only there when HAVE_GEMM. */
-void gemm_team_f32(const Packed *layer, const float *x, int64_t x_stride, float *out, int64_t out_stride, int64_t n);
-void gemm_team_bf16(const Packed *layer, const bf16 *x, int64_t x_stride, bf16 *out, int64_t out_stride, int64_t n);
+void gemm_team_f32(const Packed *layer, const float *x, int64_t x_stride, float *out, int64_t out_stride, int64_t n,
+                   Barrier *barrier);
+void gemm_team_bf16(const Packed *layer, const bf16 *x, int64_t x_stride, bf16 *out, int64_t out_stride, int64_t n,
+                   Barrier *barrier);
 
 #endif

@@ -74,8 +74,11 @@ static void NAME(gemm_pair)(
     }
 }
 
-void NAME(gemm_team)(const Packed * layer, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n) {
+void NAME(gemm_team)(
+    const Packed *layer, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n, Barrier *barrier
+) {
     const int64_t pairs = layer->gated ? (layer->cols + LANES - 1) / LANES : gemm_pairs(layer->cols);
-#pragma omp for schedule(dynamic, task_share(pairs))
+#pragma omp for schedule(dynamic, task_share(pairs)) nowait
     for (int64_t pair = 0; pair < pairs; pair++) NAME(gemm_pair)(layer, pair, x, x_stride, out, out_stride, n);
+    team_barrier(barrier);
 }

@@ -19,11 +19,13 @@
 #include "stack_impl.h"
 
 EXPORT void db_stack_f32(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
+    Barrier barrier = {0};
 #pragma omp parallel
-    stack_team_f32(stack, rows, call);
+    stack_team_f32(stack, rows, call, &barrier);
 }
 EXPORT void db_stack_bf16(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
+    Barrier barrier = {0};
 #pragma omp parallel
-    stack_team_bf16(stack, rows, call);
+    stack_team_bf16(stack, rows, call, &barrier);
 }
 #endif

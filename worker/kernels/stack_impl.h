@@ -4,10 +4,10 @@
  * Ends with a barrier. */
 static void NAME(join_branch)(
     const StackArgs *stack, const StackCall *call, const void *stream, const void *norm, const void *next_norm, int last,
-    int64_t n
+    int64_t n, Barrier *barrier
 ) {
     const int64_t d = stack->hidden;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n; row++) {
         const T *from = (const T *)stream + row * d, *branch = (const T *)call->branch + row * d;
         T *to = (T *)call->out + row * d;
@@ -20,16 +20,18 @@ static void NAME(join_branch)(
         T *next = last ? to : (T *)call->normed + row * call->normed_stride;
         NAME(norm_row)(next, to, NULL, NULL, (const T *)next_norm, d, stack->eps);
     }
+    team_barrier(barrier);
 }
 
 /* Called by every thread of a team. */
-static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
+static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const StackCall *call, Barrier *barrier) {
     const int64_t n = rows->num_rows, d = stack->hidden;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n; row++) {
         T *to = (T *)call->normed + row * call->normed_stride;
         NAME(norm_row)(to, (const T *)call->x + row * d, NULL, NULL, (const T *)stack->blocks[0].norm_in, d, stack->eps);
     }
+    team_barrier(barrier);
     for (int64_t i = 0; i < stack->num_blocks; i++) {
         const BlockArgs *block = &stack->blocks[i];
         const int last = i + 1 == stack->num_blocks;
@@ -41,13 +43,13 @@ static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const 
             .out = call->attended, .out_stride = call->attended_stride, .cos = call->cos, .sin = call->sin,
             .q_bias = block->q_bias, .k_bias = block->k_bias, .rope = call->rope,
         };
-        NAME(gemm_team)(&block->qkv, call->normed, call->normed_stride, call->projected, call->projected_stride, n);
-        NAME(attend_team)(block->cache, rows, &attention);
-        NAME(gemm_team)(&block->out, call->attended, call->attended_stride, call->branch, d, n);
-        NAME(join_branch)(stack, call, i == 0 ? call->x : call->out, block->norm_out, block->norm_mlp_in, 0, n);
-        NAME(gemm_team)(&block->gate_up, call->normed, call->normed_stride, call->inner, call->inner_stride, n);
-        NAME(gemm_team)(&block->down, call->inner, call->inner_stride, call->branch, d, n);
+        NAME(gemm_team)(&block->qkv, call->normed, call->normed_stride, call->projected, call->projected_stride, n, barrier);
+        NAME(attend_team)(block->cache, rows, &attention, barrier);
+        NAME(gemm_team)(&block->out, call->attended, call->attended_stride, call->branch, d, n, barrier);
+        NAME(join_branch)(stack, call, i == 0 ? call->x : call->out, block->norm_out, block->norm_mlp_in, 0, n, barrier);
+        NAME(gemm_team)(&block->gate_up, call->normed, call->normed_stride, call->inner, call->inner_stride, n, barrier);
+        NAME(gemm_team)(&block->down, call->inner, call->inner_stride, call->branch, d, n, barrier);
         const void *next_norm = last ? stack->final_norm : stack->blocks[i + 1].norm_in;
-        NAME(join_branch)(stack, call, call->out, block->norm_mlp_out, next_norm, last, n);
+        NAME(join_branch)(stack, call, call->out, block->norm_mlp_out, next_norm, last, n, barrier);
     }
 }

@@ -12,29 +12,10 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #define LANES 16
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
-
-/* Threads of the parallel region we are in. */
-INLINE int team_size(void) {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
-
-/* Neighbouring work items a thread takes at a time: a few times per thread, so that one that is held up does not hold
- * up the others. */
-INLINE int64_t task_share(int64_t items) {
-    const int64_t share = items / (4 * team_size());
-    return share < 1 ? 1 : share > 8 ? 8 : share;
-}
 
 typedef float vf __attribute__((vector_size(64)));
 typedef float vf_u __attribute__((vector_size(64), aligned(4), may_alias));
