@@ -53,7 +53,7 @@ def draw(rows: Sequence[Row], figure: Mapping[str, Any], title: str, path: Path)
     plt = import_pyplot()
     panel_axis = figure.get("panels")
     panels = _values(rows, panel_axis) if panel_axis else [None]
-    size = (4.4 * len(panels), 3.6)
+    size = (max(4.4 * len(panels), 6.0), 3.6)
     canvas, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for ax, panel in zip(axes[0], panels, strict=True):
         _draw_panel(ax, [row for row in rows if panel_axis is None or row[f"axis_{panel_axis}"] == panel], figure)
