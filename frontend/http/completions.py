@@ -5,7 +5,7 @@ from typing import Any
 
 from depthbatch.frontend.http.answers import EventStream, answer, event
 from depthbatch.frontend.http.errors import bad_value
-from depthbatch.frontend.http.generation import Job, Tally
+from depthbatch.frontend.http.generation import Job, Piece, Tally
 from depthbatch.frontend.http.schemas import CompletionAnswer, CompletionRequest
 from depthbatch.frontend.http.service import Service, documented
 from fastapi import APIRouter, Request
@@ -38,6 +38,9 @@ class _Call:
         self.head = service.head("cmpl", body.request_id)
         self.n = body.n or 1
         self.prompts: list[str | list[int]] = _prompts(body.prompt)
+        self.max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if not self.max_tokens and not body.echo:
+            raise bad_value("max_tokens", "0 only with echo: there would be nothing to answer")
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer."""
@@ -47,6 +50,7 @@ class _Call:
             texts = list(heads)
             tally = self._tally(jobs)
             async for piece in self.service.run(jobs, self.body, self.head.request_id):
+                piece = self._shown(piece)
                 texts[piece.choice] += piece.text
                 choices[piece.choice].add(piece)
                 tally.add(piece)
@@ -66,6 +70,7 @@ class _Call:
             pieces = self.service.run(jobs, self.body, self.head.request_id)
             try:
                 async for piece in pieces:
+                    piece = self._shown(piece)
                     tally.add(piece)
                     text, heads[piece.choice] = heads[piece.choice] + piece.text, ""
                     choice = {**choices[piece.choice].news(piece), "text": text}
@@ -74,6 +79,15 @@ class _Call:
                 await pieces.aclose()
             if self.service.include_usage(self.body):
                 yield event({**fields, "choices": [], "usage": tally.usage()})
+
+    def _shown(self, piece: Piece) -> Piece:
+        """With max_tokens 0 the prompt alone: its scores come with a first token, which prefill samples anyway."""
+        if self.max_tokens:
+            return piece
+        reason = "length" if piece.finish_reason == "stop" else piece.finish_reason
+        return piece._replace(
+            text="", token_ids=(), exit_depths=(), logprobs=(), finish_reason=reason, stop_reason=None
+        )
 
     def _tally(self, jobs: list[Job]) -> Tally:
         return Tally(sum(len(job.prompt_ids) for job in jobs[:: self.n]))
@@ -92,7 +106,7 @@ class _Call:
             head = ""
             if body.echo:
                 head = prompt if isinstance(prompt, str) else await texts.decode(ids)
-            jobs += self.service.jobs(body, ids, body.max_tokens or DEFAULT_MAX_TOKENS, first_index=len(jobs))
+            jobs += self.service.jobs(body, ids, max(self.max_tokens, 1), first_index=len(jobs))
             heads += [head] * self.n
         return jobs, heads
 

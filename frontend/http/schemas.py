@@ -78,7 +78,7 @@ class GenerationFields(Body):
 
 class CompletionRequest(GenerationFields):
     prompt: Prompt = Field(description="text, token ids, or a list of either")
-    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="default 16")
+    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX, description="default 16; 0 only with echo")
     echo: bool | None = Field(None, description="the text starts with the prompt")
     logprobs: int | None = Field(
         None,

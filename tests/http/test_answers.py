@@ -108,6 +108,21 @@ def test_logprobs_with_echo_cover_the_prompt(http: httpx.Client) -> None:
     assert [len(piece["choices"][0]["logprobs"]["tokens"]) for piece in pieces[1:]] == [1, 1]
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_max_tokens_0_with_echo_scores_the_prompt_alone(http: httpx.Client, logprobs: int | None) -> None:
+    """The same prompt with one new token says the same and one entry more, so nothing but that token is missing."""
+    body = {"prompt": ["a few words", "more"], "echo": True, "logprobs": logprobs, "temperature": 0, "n": 1}
+    nothing, one = (http.post("/v1/completions", json={**body, "max_tokens": count}).json() for count in (0, 1))
+    assert nothing["usage"]["completion_tokens"] == 0 and one["usage"]["completion_tokens"] == 2
+    for mine, other, prompt in zip(nothing["choices"], one["choices"], body["prompt"], strict=True):
+        assert (mine["text"], mine["finish_reason"]) == (prompt, "length")
+        for key, values in (mine["logprobs"] or {}).items():
+            assert values == other["logprobs"][key][:-1] and len(values) == len(prompt)
+    [event] = events(http, "/v1/completions", {**body, "prompt": "more", "max_tokens": 0})
+    assert event["choices"][0]["text"] == "more"
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0}).json()["error"]["param"] == "max_tokens"
+
+
 def test_ignore_eos_and_min_tokens(http: httpx.Client) -> None:
     """The fake model ends after NATURAL_LENGTH tokens unless told not to."""
     body = {"prompt": "abc", "max_tokens": NATURAL_LENGTH + 10}
