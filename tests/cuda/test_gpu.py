@@ -9,8 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda.test_overlapped import configure, requests, serve
-from cuda.test_paged_backends import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.scheduler.config import SchedulerConfig
@@ -25,6 +23,8 @@ from depthbatch.worker.loader import load_model
 from depthbatch.worker.overlapped import OverlappedRunner
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.stages import PrefillAttention, Sampler
+from overlapped_serving import configure, requests, serve
+from paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,12 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
+from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
-
-MAX_BLOCKS, SEQUENCES = 6, 4
+from paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 
 
 def flash2(geometry: CacheGeometry) -> AttentionBackend:
@@ -27,36 +26,6 @@ BACKENDS = {"flash2": (flash2, 256), "flash3": (flash3, 16), "triton": (TritonAt
 def geometry_of(block_size: int, kv_heads: int, planes: tuple[int, ...]) -> CacheGeometry:
     blocks = 1 + MAX_BLOCKS * SEQUENCES
     return CacheGeometry(blocks, block_size, 4, kv_heads, 24, planes, torch.bfloat16, torch.device("cpu"))
-
-
-def shuffled_tables() -> torch.Tensor:
-    tables = torch.zeros(SEQUENCES + 1, MAX_BLOCKS, dtype=torch.int32)
-    tables[1:] = (torch.randperm(MAX_BLOCKS * SEQUENCES) + 1).view(SEQUENCES, MAX_BLOCKS)
-    return tables
-
-
-def heads(count: int, geometry: CacheGeometry) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = (count, geometry.num_kv_heads, geometry.head_dim)
-    q = torch.randn(count, geometry.num_heads, geometry.head_dim)
-    return q.bfloat16(), torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
-
-
-def prefill_rows(starts: tuple[int, ...], lengths: tuple[int, ...], plane: int, tables: torch.Tensor) -> PrefillRows:
-    slots = torch.arange(1, len(starts) + 1, dtype=torch.int32)
-    sizes = torch.tensor(lengths)
-    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).int()
-    return PrefillRows(
-        slots,
-        torch.tensor(starts, dtype=torch.int32),
-        sizes.int(),
-        torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int(),
-        slots.repeat_interleave(sizes),
-        positions,
-        plane,
-        tables,
-        starts,
-        lengths,
-    )
 
 
 @pytest.mark.parametrize("name", BACKENDS)

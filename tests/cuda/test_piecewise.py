@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import triton_twin
-from cuda.test_overlapped import configure, requests, serve
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.scheduler.config import SchedulerConfig
@@ -27,6 +26,7 @@ from depthbatch.worker.overlapped import OverlappedRunner
 from depthbatch.worker.piecewise import TOKEN_COUNTS, PiecewisePrefill, token_counts
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.stages import Sampler
+from overlapped_serving import configure, requests, serve
 from tape_accelerator import TapeAccelerator
 
 GREEDY = Sampler(False, False)
