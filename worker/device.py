@@ -1,8 +1,7 @@
 """The device the worker computes on: which one, its free memory, its threads.
 
 Threads: the CPU worker takes every core that this process may use (affinity and cgroup quota), or ``--threads``. The
-C kernels share torch's OpenMP team. OMP_WAIT_POLICY is left alone: ``passive`` makes a step 1.7 times as long
-(hardware notes), because the team then sleeps between any two operators.
+C kernels share torch's OpenMP team; how long idle threads spin is set where the package begins (worker/__init__.py).
 """
 
 import math
