@@ -5,13 +5,17 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, Stage
-from depthbatch.common.messages import StageBatch
+from depthbatch.common.frames import MAX_ADJUSTMENTS, SLOT_PARAM_FIELDS, Int32Array, Stage
+from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra
 from depthbatch.worker.checks import StageError, StageLimits, check_stage
 
 LIMITS = StageLimits(
     num_slots=4, num_blocks=10, max_blocks=3, max_positions=48, r_max=4, vocab_size=50, buckets=(1, 2, 4)
 )
+
+
+def int32(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
 
 
 def decode(stage: Stage, aux: tuple[int, int, int]) -> tuple[StageBatch, Int32Array]:
@@ -119,3 +123,34 @@ def test_slot_parameters_must_fit() -> None:
             check_stage(msgspec.structs.replace(header, n_slot_params=1), frame, params, LIMITS)
     with pytest.raises(StageError, match="slot parameter frame"):
         check_stage(header, frame, np.full(SLOT_PARAM_FIELDS, 1, np.int32), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        (StageExtra(adjustments=b"\0" * 12), "not rows of 4"),
+        (StageExtra(targets=b"\0" * 12), "not rows of 2"),
+        (StageExtra(adjustments=int32(0, 0, 1, 0)), "slot that does not exist"),
+        (StageExtra(adjustments=int32(5, 0, 1, 0)), "slot that does not exist"),
+        (StageExtra(adjustments=int32(1, MAX_ADJUSTMENTS, 1, 0)), "outside the slot's table"),
+        (StageExtra(adjustments=int32(1, -1, 1, 0)), "outside the slot's table"),
+        (StageExtra(adjustments=int32(1, 0, 50, 0)), "adjusted token"),
+        (StageExtra(targets=int32(5, 1)), "outside the prompt tokens"),
+        (StageExtra(targets=int32(-1, 1)), "outside the prompt tokens"),
+        (StageExtra(targets=int32(0, 50)), "target token"),
+        (StageExtra(grammars=(GrammarStart(5, 1, "x"),)), "grammar of a slot"),
+    ],
+)
+def test_bad_extras(extra: StageExtra, what: str) -> None:
+    """Rare inputs index static tables as the frames do; the good ones beside them touch each limit from inside."""
+    header, frame = prefill()
+    good = StageExtra(int32(4, MAX_ADJUSTMENTS - 1, 49, 0, 1, 0, 0, 0), int32(0, 49, 4, 0), (GrammarStart(4, 1, "x"),))
+    check_stage(msgspec.structs.replace(header, extra=good), frame, None, LIMITS)
+    with pytest.raises(StageError, match=what):
+        check_stage(msgspec.structs.replace(header, extra=extra), frame, None, LIMITS)
+
+
+def test_decode_stages_have_no_extras() -> None:
+    header, frame = decode(Stage.CODA, (1, 1, 1))
+    with pytest.raises(StageError, match="decode stage with extra"):
+        check_stage(msgspec.structs.replace(header, extra=StageExtra()), frame, None, LIMITS)
