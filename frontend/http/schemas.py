@@ -42,6 +42,28 @@ class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="a last chunk carries the usage of the whole request")
 
 
+class NamedSchema(Body):
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's way: exactly one of the three."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, min_length=1)
+    choice: list[StopString] | None = Field(None, min_length=1, max_length=1024)
+
+
 class GenerationFields(Body):
     """What completions and chat completions share."""
 
@@ -63,6 +85,10 @@ class GenerationFields(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="of tokens in prompt or output; 1: off")
     logit_bias: Annotated[dict[str, float], Field(max_length=512)] | None = Field(
         None, description="token id -> what is added to its logit, -100 to 100"
+    )
+    response_format: ResponseFormat | None = Field(None, description="JSON, of any kind or of a schema")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="the output is JSON of the schema json, matches regex, or is one of choice"
     )
     priority: int | None = Field(None, gt=-(2**20), lt=2**20, description="larger goes first")
     timeout_s: float | None = Field(None, gt=0, le=86400, description="limit for waiting and running together")

@@ -3,10 +3,13 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from depthbatch.common.errors import RequestError
 from depthbatch.frontend.http.admission import Admission
 from depthbatch.frontend.http.choice import Choice
+from depthbatch.frontend.http.constraint import constraint_fields, renamed
 from depthbatch.frontend.http.contract import Engine
 from depthbatch.frontend.http.errors import ApiError, bad_value
 from depthbatch.frontend.http.generation import Generation, Job, Piece, Registry
@@ -92,15 +95,19 @@ class Service:
             )
         fields = self._engine_fields(body, max_tokens)
         jobs = []
-        for choice in range(body.n or 1):
-            if body.seed is not None:
-                fields["seed"] = (body.seed + choice) % 2**63
-            jobs.append(Job(first_index + choice, prompt_ids, SamplingParams(**fields)))
+        try:
+            for choice in range(body.n or 1):
+                if body.seed is not None:
+                    fields["seed"] = (body.seed + choice) % 2**63
+                jobs.append(Job(first_index + choice, prompt_ids, SamplingParams(**fields)))
+        except RequestError as error:
+            raise renamed(error, body) from None
         return jobs
 
     def _engine_fields(self, body: GenerationRequest, max_tokens: int) -> dict[str, Any]:
         fields = {name: value for name in ENGINE_FIELDS if (value := getattr(body, name)) is not None}
         fields.setdefault("temperature", 1.0)
+        fields |= constraint_fields(body)
         fields["max_tokens"] = max_tokens
         fields["top_k"] = max(body.top_k or 0, 0)
         if isinstance(body, ChatRequest):
@@ -114,9 +121,15 @@ class Service:
             fields["stop"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
         return fields
 
-    def run(self, jobs: list[Job], body: GenerationRequest, client_id: str) -> AsyncGenerator[Piece, None]:
+    async def run(self, jobs: list[Job], body: GenerationRequest, client_id: str) -> AsyncGenerator[Piece, None]:
+        """The pieces of all jobs. Raises ApiError; closing it aborts."""
         timeout_s = body.timeout_s if body.timeout_s is not None else self.config.default_timeout_s
-        return self._generation.run(jobs, client_id, timeout_s)
+        async with aclosing(self._generation.run(jobs, client_id, timeout_s)) as pieces:
+            try:
+                async for piece in pieces:
+                    yield piece
+            except RequestError as error:
+                raise renamed(error, body) from None
 
     def choice(self, body: GenerationRequest, job: Job) -> Choice:
         """The shape of one choice of the answer."""

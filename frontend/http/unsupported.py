@@ -23,10 +23,6 @@ def _empty(value: Any) -> bool:
     return value is None or value in ("", [], {})
 
 
-def _text_format(value: Any) -> bool:
-    return value is None or value == {"type": "text"}
-
-
 def _no_tools(value: Any) -> bool:
     return value in (None, "none", "auto")
 
@@ -42,8 +38,6 @@ UNSUPPORTED: dict[str, Neutral] = {
     "best_of": _one,
     "use_beam_search": _off,
     "suffix": _empty,
-    "response_format": _text_format,
-    "structured_outputs": _null,
     "guided_json": _null,
     "guided_regex": _null,
     "guided_choice": _null,

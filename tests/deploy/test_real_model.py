@@ -1,22 +1,26 @@
-"""HTTP over the whole engine with real weights: the same tokens and depths as the Python API gives."""
+"""HTTP over the whole engine on the demo model: the same tokens and depths as the Python API gives, output that obeys
+its constraint, conversations through the model's template. Weights are seeded random ones, so that the files that
+train the demo model do not matter here."""
 
+import json
+import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from depthbatch import LLM, SamplingParams
 from serving_fakes.process import ServeProcess
 
-MODEL = Path(__file__).resolve().parents[1] / "data" / "fidelity" / "ouro-tiny"
-OPTIONS = {"kv_blocks": 64, "max_num_seqs": 8, "device": "cpu", "threads": 1}
+MODEL = "demo"
+OPTIONS = {"load_format": "dummy", "kv_blocks": 128, "max_num_seqs": 8, "device": "cpu", "threads": 1}
 PROMPTS = [[5, 17, 3], [9, 8, 7, 6, 5, 4], [100, 2, 30, 4]]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
     options = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    with ServeProcess(*options, model=str(MODEL)) as server:
+    with ServeProcess(*options, model=MODEL) as server:
         yield server
 
 
@@ -31,9 +35,15 @@ def test_http_equals_python(server: ServeProcess) -> None:
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {"5": 3.0}},
         {"temperature": 0.0, "logprobs": 3},
     ]
-    body = {"prompt": PROMPTS, "max_tokens": 12, "ignore_eos": True, "return_exit_depths": True}
+    body = {
+        "prompt": PROMPTS,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "return_exit_depths": True,
+        "return_token_ids": True,
+    }
     answers = [httpx.post(server.url + "/v1/completions", json={**body, **case}, timeout=60) for case in cases]
-    with LLM(str(MODEL), quiet=True, **OPTIONS) as llm:
+    with LLM(MODEL, quiet=True, **OPTIONS) as llm:
         for case, answer in zip(cases, answers, strict=True):
             assert answer.status_code == 200, answer.text
             outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, **case))
@@ -52,3 +62,40 @@ def test_too_long_for_the_kv_memory_is_refused(server: ServeProcess) -> None:
     """Row "request needs more KV than exists and the queue deadlocks": refused at submit, with a 400."""
     answer = httpx.post(server.url + "/v1/completions", json={"prompt": [1] * 8, "max_tokens": 100_000})
     assert answer.status_code == 400 and answer.json()["error"]["param"] in ("max_tokens", "prompt")
+
+
+def test_chat_is_the_template_and_then_a_completion(server: ServeProcess) -> None:
+    """A conversation gives what its tokens give as a prompt; they are those of /tokenize."""
+    messages = [{"role": "user", "content": "12+30="}]
+    tokens = httpx.post(server.url + "/tokenize", json={"messages": messages}).json()["tokens"]
+    asked = {"max_tokens": 10, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    chat = httpx.post(server.url + "/v1/chat/completions", json={**asked, "messages": messages}).json()
+    plain = httpx.post(server.url + "/v1/completions", json={**asked, "prompt": tokens}).json()
+    assert chat["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+    assert chat["usage"]["prompt_tokens"] == len(tokens) > len("12+30=")
+
+
+def test_constrained_output(server: ServeProcess) -> None:
+    """The openai client's JSON schema, and vLLM's regex and choice: random weights would never write these, however
+    often they are asked; what cannot be compiled is refused by the client's name for it."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    }
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": "demo", "prompt": "12+30=", "max_tokens": 60}
+        for seed in range(3):
+            form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+            text = client.completions.create(**asked, seed=seed, extra_body={"response_format": form}).choices[0].text
+            assert set(json.loads(text)) == {"n", "ok"} and 0 <= json.loads(text)["n"] <= 99
+            for own, pattern in (
+                ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+                ({"choice": ["yes", "no"]}, "yes|no"),
+            ):
+                answer = client.completions.create(**asked, seed=seed, extra_body={"structured_outputs": own})
+                assert re.fullmatch(pattern, answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**asked, extra_body={"structured_outputs": {"regex": "("}})
+        assert refused.value.param == "structured_outputs"

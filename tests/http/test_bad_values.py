@@ -34,6 +34,11 @@ BAD = [
     ("repetition_penalty", 11), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"5": 101}),
     ("logit_bias", {"5": "1"}), ("logit_bias", [1]), ("logit_bias", {str(VOCAB_SIZE): 1}),
     ("logit_bias", {str(i): 0 for i in range(513)}), ("logprobs", -1), ("logprobs", 21), ("logprobs", True),
+    ("response_format", {"type": "xml"}), ("response_format", {"type": "json_schema"}), ("response_format", "json"),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+    ("structured_outputs", {}), ("structured_outputs", {"regex": ""}), ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}), ("structured_outputs", {"json": "{nope"}),
+    ("structured_outputs", {"regex": "("}), ("structured_outputs", {"regex": "a" * 70000}),
     ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", 5), ("prompt", None), ("prompt", {"a": 1}),
     ("prompt", [1, "a"]), ("prompt", [VOCAB_SIZE]), ("prompt", [-1]), ("prompt", ["a"] * 1025), ("prompt", [1.5]),
     ("prompt", "x" * (MAX_MODEL_LEN + 1)),
@@ -41,8 +46,7 @@ BAD = [
 
 UNSUPPORTED = [
     ("best_of", 2), ("suffix", "x"), ("prompt_logprobs", 1), ("length_penalty", 2),
-    ("response_format", {"type": "json_object"}), ("guided_json", {}), ("guided_regex", "(a+)+$"),
-    ("structured_outputs", {"regex": "a"}), ("prompt_embeds", "AAAA"), ("tools", [{}]), ("functions", [{}]),
+    ("guided_json", {}), ("guided_regex", "(a+)+$"), ("prompt_embeds", "AAAA"), ("tools", [{}]), ("functions", [{}]),
     ("chat_template", "{{ 7 * 7 }}"), ("use_beam_search", True), ("bad_words", ["x"]),
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ import numpy as np
 from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo
+from depthbatch.frontend.grammar import GrammarChecker
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ def fake_info(**changes: object) -> EngineInfo:
         "model": "fake", "architecture": "fake", "vocab_size": VOCAB_SIZE, "r_max": R_MAX, "r_min": 1, "default_gate": Gate.LOOKAHEAD,
         "gates": (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.LOOKAHEAD, Gate.OWN), "default_threshold": 0.5, "kv_layout": "last_exited", "block_size": 16, "num_blocks": 100,
         "kv_bytes_per_token": 1024, "max_model_len": MAX_MODEL_LEN, "boundary_layers": 0, "buckets": (1, 2, 4, 8), "device": "cpu",
-        "dtype": "float32", "eos_token_ids": (EOS_ID,), "max_logprobs": MAX_LOGPROBS,
+        "dtype": "float32", "eos_token_ids": (EOS_ID,), "max_logprobs": MAX_LOGPROBS, "grammars": True,
     }  # fmt: skip
     return EngineInfo(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -71,6 +72,7 @@ class FakeEngine:
         self.tokens_made = 0
         self._slots = asyncio.Semaphore(slots)
         self._defaults = RequestDefaults(self.info, seed=0)
+        self._grammars = GrammarChecker()
         self._aborts: set[str] = set()
         self._known: set[str] = set()
 
@@ -83,6 +85,8 @@ class FakeEngine:
         self, prompt: list[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[OutputDelta, None]:
         resolved = self._defaults.resolve(params, len(prompt), ordinal=0)
+        if params.constraint is not None:
+            self._grammars.check(resolved.grammar, params.constraint)  # proved, then not obeyed
         detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
         assembler = OutputAssembler(
             request_id,
