@@ -59,17 +59,20 @@ def test_many_streams_and_deaths(loop: str) -> None:
 
     async def body(engine: AsyncEngine) -> None:
         streams = [asyncio.create_task(collect(engine, [1 + i % 250], max_tokens=400)) for i in range(60)]
-        victims, count = ["scheduler", "worker", "scheduler"], 0
-        async for delta in engine.generate([9], SamplingParams(max_tokens=400)):
-            count += len(delta.token_ids)
-            if victims and count >= 40 and engine.health().status == "ok":  # the last one has been got over
-                os.kill(engine.health().processes[victims.pop(0)].pid, signal.SIGKILL)
-        assert count == 400 and not victims
+        victims = ["scheduler", "worker", "scheduler"]
+        while victims:  # an observer that loses the race with a slow restart is followed by another
+            observed: list[int] = []
+            async for delta in engine.generate([9], SamplingParams(max_tokens=400)):
+                observed += delta.token_ids
+                if victims and len(observed) >= 40 and engine.health().status == "ok":
+                    os.kill(engine.health().processes[victims.pop(0)].pid, signal.SIGKILL)
+            assert observed == expected([9], 400)
         for i, deltas in enumerate(await asyncio.gather(*streams)):
             assert tokens(deltas) == expected([1 + i % 250], 400)
             assert deltas[-1].finish_reason == "length"
+        while engine.health().status != "ok":
+            await asyncio.sleep(0.02)
         assert engine.health().processes["scheduler"].restarts == 2
-        assert engine.health().status == "ok"
 
     with_engine(body, loop)
 
