@@ -20,7 +20,7 @@ lint: setup
 	$(VENV)/bin/mypy
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # Software that nobody here wrote; installs a virtual environment and Debian packages of its own.
 test-clients: setup
