@@ -46,8 +46,8 @@ class Scheduler:
 
     # --- the four verbs
 
-    def submit(self, submit: Submit) -> Rejected | None:
-        """Queues a request, or says why it can never be served."""
+    def submit(self, submit: Submit, now: float | None = None) -> Rejected | None:
+        """Queues a request, or says why it can never be served. ``now``: seconds; without it its wait is not counted."""
         try:
             if submit.request_id in self._requests:
                 raise RequestError(f"request id {submit.request_id} is in use", "request_id")
@@ -56,6 +56,7 @@ class Scheduler:
             self.counters.rejected(error.param or "other")
             return Rejected(submit.request_id, str(error), error.param)
         self._arrivals += 1
+        request.arrived_s = now
         self._requests[request.request_id] = request
         reason = self._finish_reason(request)  # a resubmitted request may have all its tokens
         if reason is not None:
@@ -268,6 +269,7 @@ class Scheduler:
         step.depths = (self.config.r_max,) * len(finished)
         step.tokens = n_tokens = sum(chunk.length for chunk in chunks)
         self.counters.prompt_tokens += n_tokens
+        self.counters.waited((chunk.request for chunk in chunks), now)
         header = StageBatch(
             step.step_id,
             Stage.PREFILL,

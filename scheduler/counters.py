@@ -1,12 +1,17 @@
 """Counters since start, under the names of interfaces.md (without the prefix), labels in Prometheus notation."""
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
 
 import numpy as np
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import StageResult
+from depthbatch.scheduler.requests import Request
 
 STAGES = tuple(Stage)
+WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
 
 
 class Counters:
@@ -17,6 +22,8 @@ class Counters:
         self._padded = [0] * len(STAGES)
         self._seconds = [0.0] * len(STAGES)
         self._depths = np.zeros(r_max + 1, np.int64)
+        self._waits = [0] * (len(WAIT_BUCKETS_S) + 1)
+        self._wait_sum_s = 0.0
         self._finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
         self._rejected: Counter[str] = Counter()
         self.steps = 0  # stages completed
@@ -38,6 +45,15 @@ class Counters:
 
     def depths(self, depths: tuple[int, ...]) -> None:
         self._depths += np.bincount(depths, minlength=self._depths.size)
+
+    def waited(self, requests: Iterable[Request], now: float) -> None:
+        """Books how long requests had waited when their first prefill was dispatched; once each."""
+        for request in requests:
+            if request.arrived_s is not None:
+                wait_s = max(0.0, now - request.arrived_s)
+                self._waits[bisect_left(WAIT_BUCKETS_S, wait_s)] += 1
+                self._wait_sum_s += wait_s
+                request.arrived_s = None
 
     def finished(self, reason: str) -> None:
         self._finished[reason] += 1
@@ -67,6 +83,10 @@ class Counters:
             out[f"stage_seconds_total{label}"] = self._seconds[stage]
             out[f"padded_rows_total{label}"] = self._padded[stage]
             out.update(_histogram("stage_batch_size", f'stage="{stage.label}"', rows, sizes))
+        for bound, count in zip(WAIT_BUCKETS_S, accumulate(self._waits), strict=False):
+            out[f'request_queue_time_seconds_bucket{{le="{bound}"}}'] = count
+        out["request_queue_time_seconds_count"] = sum(self._waits)
+        out["request_queue_time_seconds_sum"] = self._wait_sum_s
         out.update(_histogram("exit_depth", "", self._depths, np.arange(self._depths.size)))
         return out
 

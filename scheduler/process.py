@@ -209,7 +209,7 @@ class SchedulerProcess:
         else:
             if not self.core.num_in_flight and not self.core.num_unfinished:
                 self._last_progress_s = time.monotonic()
-            refusal = self.core.submit(submit)
+            refusal = self.core.submit(submit, time.monotonic())
         if refusal is None:
             self.frontends.adopt(peer, submit.request_id)
         else:

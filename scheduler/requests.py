@@ -40,6 +40,7 @@ class Request:
     preempted: bool = False
     targets_sent: int = 0  # prompt tokens, the first apart, whose scoring prefill has been dispatched
     targets_known: int = 0  # and answered
+    arrived_s: float | None = None  # until it is first prefilled, on the caller's clock
 
     @property
     def length(self) -> int:

@@ -77,5 +77,6 @@ def test_scheduler_counters_become_valid_exposition() -> None:
     assert stages == {"prefill", "prelude", "core", "coda"}
     infinite = [sample for sample in sizes.samples if sample.labels.get("le") == "+Inf"]
     assert len(infinite) == len(stages)
+    assert families["depthbatch:request_queue_time_seconds"].type == "histogram"
     restarts = families["depthbatch:process_restarts"].samples[0]
     assert restarts.labels == {"process": "worker"} and restarts.value == 3

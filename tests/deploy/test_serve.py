@@ -128,6 +128,8 @@ def test_a_thousand_streams(server: ServeProcess) -> None:
     by_seed = [{tuple(result.token_ids) for result in results[seed::50]} for seed in range(50)]
     assert all(len(outputs) == 1 for outputs in by_seed) and len(set().union(*by_seed)) == 50
     assert health and {status for status, _ in health} == {200}
+    assert _metric(server, "request_queue_time_seconds_count") >= 1000
+    assert _metric(server, "request_queue_time_seconds_sum") > 1  # 64 of them at a time
     wait_until(lambda: len(list(descriptors.iterdir())) <= before + 2, "descriptors come back")
 
 
@@ -198,10 +200,15 @@ def test_start_that_fails_is_told(model: str, options: tuple[str, ...], says: st
 
 
 def _running(server: ServeProcess) -> int:
+    return int(_metric(server, "num_requests_running"))
+
+
+def _metric(server: ServeProcess, name: str) -> float:
+    """The one series of a name."""
     for line in httpx.get(server.url + "/metrics").text.splitlines():
-        if line.startswith("depthbatch:num_requests_running{"):
-            return int(float(line.rpartition(" ")[2]))
-    return -1
+        if line.startswith(f"depthbatch:{name}{{"):
+            return float(line.rpartition(" ")[2])
+    return -1.0
 
 
 def _wait_for_port(server: ServeProcess, pids: list[int]) -> int:
