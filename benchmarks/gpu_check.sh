@@ -5,11 +5,11 @@
 #   benchmarks/gpu_check.sh --dry-run-cpu                              the same code, tiny, on the CPU
 #
 # WHEELS holds what the machine lacks, nothing is fetched. Filled on a machine with network, e.g. for Python 3.12 with
-# torch, triton, transformers, numpy, pytest and hypothesis but neither pyzmq nor msgspec:
+# torch, triton, transformers, numpy, pytest and hypothesis but without pyzmq, msgspec and llguidance:
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 #       --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-#       -d wheels pyzmq msgspec
+#       -d wheels pyzmq msgspec llguidance
 #
 # A flash-attn or FlashAttention 3 wheel there is used too. PYTHON: the interpreter (python3).
 set -euo pipefail

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from depthbatch.worker import ops_torch
 from depthbatch.worker.kernels.library import Kernels, cpu_kernels
+from depthbatch.worker.ops_choice import small_ops
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
@@ -91,7 +91,11 @@ def choose_product(weight: Tensor, gated: bool = False) -> Product:
 
 
 def _with_silu_mul(product: Product, gated: bool) -> Product:
-    return (lambda x: ops_torch.silu_mul(product(x))) if gated else product
+    def gated_product(x: Tensor) -> Tensor:
+        both = product(x)
+        return small_ops(both).silu_mul(both)
+
+    return gated_product if gated else product
 
 
 def _has_amx() -> bool:

@@ -1,4 +1,4 @@
-"""The small operators every model is built from: C kernels for contiguous CPU tensors, plain torch for the rest.
+"""The small operators every model is built from: C kernels for contiguous CPU tensors, Triton on GPUs, else torch.
 
 The kernels round where the torch operators round. In fp32 they differ by the order of the sum and the last bit of
 exp: within 1e-6 relative of the row's largest value; in bf16 by at most one unit in the last place of each rounding.
@@ -6,9 +6,9 @@ A row's result does not depend on the rows beside it. Knows nothing of models, s
 """
 
 import torch
-from depthbatch.worker import ops_torch
 from depthbatch.worker.kernels.library import Kernels, TypedKernels, cpu_kernels
 from depthbatch.worker.linear import GatedLinear, Linear
+from depthbatch.worker.ops_choice import small_ops
 from torch import Tensor
 
 __all__ = [
@@ -48,7 +48,7 @@ def _kernels_for(*tensors: Tensor) -> TypedKernels | None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., D] with weight [D]: fp32 mean square, cast to the type of x, then times weight."""
     if (kernels := _kernels_for(x, weight)) is None:
-        return ops_torch.rms_norm(x, weight, eps)
+        return small_ops(x).rms_norm(x, weight, eps)
     out, d = torch.empty_like(x), x.shape[-1]
     kernels.norm(out.data_ptr(), x.data_ptr(), None, None, weight.data_ptr(), x.numel() // d, d, eps)
     return out
@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x + y), the sum rounded to the type of x first; x, y [..., D]."""
     if x.shape != y.shape or (kernels := _kernels_for(x, y, weight)) is None:
-        return ops_torch.add_rms_norm(x, y, weight, eps)
+        return small_ops(x).add_rms_norm(x, y, weight, eps)
     out, d = torch.empty_like(x), x.shape[-1]
     kernels.norm(out.data_ptr(), x.data_ptr(), y.data_ptr(), None, weight.data_ptr(), x.numel() // d, d, eps)
     return out
@@ -66,7 +66,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual + rms_norm(x); residual, x [..., D]."""
     if x.shape != residual.shape or (kernels := _kernels_for(x, residual, weight)) is None:
-        return ops_torch.rms_norm_add(residual, x, weight, eps)
+        return small_ops(x).rms_norm_add(residual, x, weight, eps)
     out, d = torch.empty_like(x), x.shape[-1]
     kernels.norm(out.data_ptr(), x.data_ptr(), None, residual.data_ptr(), weight.data_ptr(), x.numel() // d, d, eps)
     return out
@@ -77,7 +77,7 @@ def norm_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """sum = residual + rms_norm(x, weight), and rms_norm(sum, next_weight): a branch's end and the next one's start."""
     if x.shape != residual.shape or (kernels := _kernels_for(x, residual, weight, next_weight)) is None:
-        return ops_torch.norm_add_norm(residual, x, weight, next_weight, eps)
+        return small_ops(x).norm_add_norm(residual, x, weight, next_weight, eps)
     total, normed, d = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     kernels.norm_add_norm(
         total.data_ptr(),
@@ -96,7 +96,7 @@ def norm_add_norm(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of gate_up [N, 2I], first half gate -> [N, I]."""
     if (kernels := _kernels_for(gate_up)) is None:
-        return ops_torch.silu_mul(gate_up)
+        return small_ops(gate_up).silu_mul(gate_up)
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     kernels.silu_mul(out.data_ptr(), gate_up.data_ptr(), out.numel() // width, width)
@@ -106,13 +106,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def rope_split_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [N, H, Dh] pairing feature i with i + Dh/2 (Ouro); cos, sin fp32 [N, Dh/2]."""
     out = _rope(x, cos, sin, interleaved=False)
-    return ops_torch.rope_split_half(x, cos, sin) if out is None else out
+    return small_ops(x).rope_split_half(x, cos, sin) if out is None else out
 
 
 def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [N, H, Dh] pairing features 2i and 2i + 1 (Huginn); cos, sin fp32 [N, Dh/2]."""
     out = _rope(x, cos, sin, interleaved=True)
-    return ops_torch.rope_interleaved(x, cos, sin) if out is None else out
+    return small_ops(x).rope_interleaved(x, cos, sin) if out is None else out
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:

@@ -13,6 +13,7 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker import ops_triton
 from depthbatch.worker.accelerator import CudaAccelerator, Lane
 from depthbatch.worker.attention.flash_library import find_flash_library
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
@@ -20,11 +21,13 @@ from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.build import assemble
 from depthbatch.worker.loader import load_model
+from depthbatch.worker.ops_choice import small_ops
 from depthbatch.worker.overlapped import OverlappedRunner
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.stages import PrefillAttention, Sampler
 from overlapped_serving import configure, requests, serve
 from paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
+from small_op_cases import cases
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -110,6 +113,14 @@ def on_cuda(rows: PrefillRows) -> PrefillRows:
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     bound = 2e-2 if dtype is torch.bfloat16 else 1e-4
     torch.testing.assert_close(got.float(), want.float(), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_small_operators(dtype: torch.dtype) -> None:
+    """As in test_small_ops.py, compiled; and they are what a CUDA tensor gets."""
+    assert small_ops(torch.zeros(1, device=CUDA)) is ops_triton
+    for case in cases(dtype, CUDA):
+        case.check()
 
 
 def test_lanes_and_marks() -> None:
