@@ -41,7 +41,6 @@ bounds = ["s_e2e"]
 
 
 def test_sweep_writes_rows_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "small.toml"
     path.write_text(SWEEP)
     parser = OneLineParser()
