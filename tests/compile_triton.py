@@ -12,7 +12,7 @@ from depthbatch.worker.attention import triton_decode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-INTS = ("table_stride", "num_planes", "row_stride")
+INTS = ("table_stride", "num_planes", "row_stride", "q_stride", "k_stride", "v_stride")
 INDICES = ("slots", "positions", "planes", "block_tables")
 OURO, HUGINN, GROUPED = (16, 1, 128), (55, 1, 96), (4, 8, 64)  # KV heads, query heads a KV head, head_dim
 # Ampere is 80, Hopper 90.

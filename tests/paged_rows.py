@@ -13,9 +13,10 @@ def shuffled_tables() -> torch.Tensor:
 
 
 def heads(count: int, geometry: CacheGeometry) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = (count, geometry.num_kv_heads, geometry.head_dim)
-    q = torch.randn(count, geometry.num_heads, geometry.head_dim)
-    return q.bfloat16(), torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+    """q, k and v as slices of one projection, so that their rows lie apart."""
+    queries, kv = geometry.num_heads, geometry.num_kv_heads
+    projected = torch.randn(count, queries + 2 * kv, geometry.head_dim).bfloat16()
+    return projected[:, :queries], projected[:, queries : queries + kv], projected[:, queries + kv :]
 
 
 def prefill_rows(starts: tuple[int, ...], lengths: tuple[int, ...], plane: int, tables: torch.Tensor) -> PrefillRows:

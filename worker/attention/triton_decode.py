@@ -24,25 +24,24 @@ SPLITS = 8  # shares of a row's context: enough to fill a GPU at one row, cheap 
 
 @triton.jit
 def _append(
-    k, v, k_cache, v_cache, slots, positions, planes, block_tables, table_stride, num_planes,
+    k, v, k_cache, v_cache, slots, positions, planes, block_tables, k_stride, v_stride, table_stride, num_planes,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot, position, plane = tl.load(slots + row), tl.load(positions + row), tl.load(planes + row)
     block = tl.load(block_tables + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE)
     physical = block.to(tl.int64) * num_planes + plane
-    lane = tl.arange(0, WIDTH)  # the row's [Hkv * Dh] values, contiguous on both sides
+    lane = tl.arange(0, WIDTH)  # the row's [Hkv * Dh] values, side by side in both
     live = lane < HEADS * DIM
     target = (physical * BLOCK_SIZE + position % BLOCK_SIZE) * HEADS * DIM + lane
-    source = row * HEADS * DIM + lane
-    tl.store(k_cache + target, tl.load(k + source, mask=live), mask=live)
-    tl.store(v_cache + target, tl.load(v + source, mask=live), mask=live)
+    tl.store(k_cache + target, tl.load(k + row * k_stride + lane, mask=live), mask=live)
+    tl.store(v_cache + target, tl.load(v + row * v_stride + lane, mask=live), mask=live)
 
 
 @triton.jit
 def _partial(
     q, k_cache, v_cache, slots, positions, planes, block_tables, part_out, part_max, part_sum,
-    table_stride, num_planes, scale,
+    q_stride, table_stride, num_planes, scale,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +58,7 @@ def _partial(
     live_dims = dims < DIM
     live_q = (members[:, None] < GROUP) & live_dims[None, :]
     heads = kv_head * GROUP + members
-    q_index = (row * HEADS * GROUP + heads[:, None]) * DIM + dims[None, :]
+    q_index = row * q_stride + heads[:, None] * DIM + dims[None, :]
     q_rows = tl.load(q + q_index, mask=live_q, other=0.0).to(tl.float32) * scale  # [G, Dh]
 
     highest = tl.full([GROUP_PAD], -1e30, tl.float32)  # finite: an empty split must not make NaN
@@ -104,14 +103,20 @@ def _combine(
     tl.store(out + row_head * DIM + dims, merged.to(out.dtype.element_ty), mask=live)
 
 
+def _heads_together(x: torch.Tensor) -> torch.Tensor:
+    """x [B, H, Dh] with the heads of a row side by side, as slices of one projection have them; rows may be apart."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
 def append_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: DecodeRows, num_planes: int
 ) -> None:
     """Writes k, v [B, Hkv, Dh] at each row's position; caches [blocks * planes, block_size, Hkv, Dh]."""
     batch, heads, dim = k.shape
+    k, v = _heads_together(k), _heads_together(v)
     _append[(batch,)](
-        k.contiguous(), v.contiguous(), k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
-        rows.block_tables.stride(0), num_planes,
+        k, v, k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
+        k.stride(0), v.stride(0), rows.block_tables.stride(0), num_planes,
         BLOCK_SIZE=k_cache.shape[1], HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(heads * dim),
     )  # fmt: skip
 
@@ -127,9 +132,10 @@ def decode_attention(
     part_max = torch.empty((batch, num_heads, SPLITS), dtype=torch.float32, device=q.device)
     part_sum = torch.empty_like(part_max)
     out = torch.empty((batch, num_heads, dim), dtype=q.dtype, device=q.device)
+    q = _heads_together(q)
     _partial[(batch, kv_heads, SPLITS)](
-        q.contiguous(), k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
-        part_out, part_max, part_sum, rows.block_tables.stride(0), num_planes, dim**-0.5,
+        q, k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
+        part_out, part_max, part_sum, q.stride(0), rows.block_tables.stride(0), num_planes, dim**-0.5,
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
         DIM=dim, DIM_PAD=dim_pad, SPLITS=SPLITS,
     )  # fmt: skip
