@@ -29,7 +29,7 @@ RESTART_WINDOW_S = 60.0
 STOP_MARGIN_S = 15  # from the drain deadline to SIGKILL
 POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1
-_ENDED = ("EXITED", "FATAL")
+EXPECTED_CODES = (0, 2)  # exitcodes of the configuration: no restart
 
 
 class SupervisordClient:
@@ -52,9 +52,15 @@ class SupervisordClient:
         return answer if isinstance(answer, dict) else None
 
     def exit_code(self, name: str) -> int | None:
-        """Exit code of a program that will not be started again, None otherwise."""
+        """Exit code of a program that will not be started again, None otherwise.
+
+        After a fault, too, it is EXITED for a moment, until supervisord comes round to starting it again.
+        """
         info = self.info(name)
-        return int(info["exitstatus"]) if info is not None and info["statename"] in _ENDED else None
+        if info is None or info["statename"] not in ("EXITED", "FATAL"):
+            return None
+        code = int(info["exitstatus"])
+        return code if info["statename"] == "FATAL" or code in EXPECTED_CODES else None
 
 
 class Supervision:

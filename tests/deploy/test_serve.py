@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from depthbatch.deploy import supervision
+from depthbatch.deploy.supervision import SupervisordClient
 from serving_fakes.load import many
 from serving_fakes.process import DEVICE, ServeProcess, is_alive, token_ids, wait_until
 
@@ -182,6 +184,29 @@ def _second_sigterm_aborts(server: ServeProcess) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert list(events)[-1]["choices"][0]["finish_reason"] == "abort"
     assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "ended"),
+    [
+        ("EXITED", -1, None),
+        ("EXITED", 1, None),
+        ("EXITED", 0, 0),
+        ("EXITED", 2, 2),
+        ("FATAL", 0, 0),
+        ("RUNNING", 0, None),
+    ],
+)
+def test_a_fault_is_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, status: int, ended: int | None
+) -> None:
+    """supervisord shows a killed program as EXITED until it starts it again; only an expected code means that it will
+    not. (Taken for the end, it made the command leave after some kills of the frontend.)"""
+    client = SupervisordClient(tmp_path)
+    monkeypatch.setattr(client, "info", lambda name: {"statename": state, "exitstatus": status})
+    assert client.exit_code("frontend") == ended
+    text = (Path(supervision.__file__).with_name("supervisord.conf")).read_text()
+    assert text.count("exitcodes=0,2") == text.count("[program:") == 3
 
 
 @pytest.mark.parametrize(
