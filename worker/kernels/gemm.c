@@ -2,6 +2,7 @@
 #include "gemm.h"
 
 #define MAX_TILE_ROWS 14 /* 28 accumulators, two weights and two spare registers */
+#define CHUNK_ROWS (9 * MAX_TILE_ROWS) /* rows that pass all weights before the next: they stay in the second-level cache */
 /* Measured on Zen 4: with few rows the hardware's own prefetch reaches the DRAM bound; with more, arithmetic starves it
  * and asking 8 KiB ahead into the second-level cache gains a third at 8 rows. */
 #define PREFETCH_MIN_ROWS 5

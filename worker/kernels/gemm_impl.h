@@ -78,7 +78,11 @@ void NAME(gemm_team)(
     const Packed *layer, const T *x, int64_t x_stride, T *out, int64_t out_stride, int64_t n, Barrier *barrier
 ) {
     const int64_t pairs = layer->gated ? (layer->cols + LANES - 1) / LANES : gemm_pairs(layer->cols);
+    const int64_t chunks = (n + CHUNK_ROWS - 1) / CHUNK_ROWS;
 #pragma omp for schedule(dynamic, task_share(pairs)) nowait
-    for (int64_t pair = 0; pair < pairs; pair++) NAME(gemm_pair)(layer, pair, x, x_stride, out, out_stride, n);
+    for (int64_t task = 0; task < chunks * pairs; task++) {
+        const int64_t row = task / pairs * CHUNK_ROWS, rows = n - row < CHUNK_ROWS ? n - row : CHUNK_ROWS;
+        NAME(gemm_pair)(layer, task % pairs, x + row * x_stride, x_stride, out + row * out_stride, out_stride, rows);
+    }
     team_barrier(barrier);
 }

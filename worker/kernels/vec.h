@@ -48,20 +48,22 @@ INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x,
 INLINE vf load_f32(const float *p) { return *(const vf_u *)p; }
 INLINE void store_f32(float *p, vf v) { *(vf_u *)p = v; }
 INLINE vf load_bf16(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh_u *)p, vu) << 16); }
-INLINE void store_bf16(bf16 *p, vf v) {
-    vu bits = (vu)v;
-    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    vi is_nan = v != v;
-    rounded = ((vu)is_nan & 0x7fc0) | (~(vu)is_nan & rounded);
-    *(vh_u *)p = __builtin_convertvector(rounded, vh);
-}
-INLINE vf round_f32(vf v) { return v; }
+#ifdef __AVX512BF16__ /* the instruction takes numbers below 1e-38 for 0; nothing here depends on them */
+INLINE void store_bf16(bf16 *p, vf v) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 INLINE vf round_bf16(vf v) {
-    vu bits = (vu)v;
-    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-    vi is_nan = v != v;
-    return (vf)(((vu)is_nan & 0x7fc00000u) | (~(vu)is_nan & rounded));
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
 }
+#else
+INLINE vu rounded_bits(vf v) {
+    vu bits = (vu)v;
+    vu rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    vi is_nan = v != v;
+    return ((vu)is_nan & 0x7fc00000u) | (~(vu)is_nan & rounded);
+}
+INLINE void store_bf16(bf16 *p, vf v) { *(vh_u *)p = __builtin_convertvector(rounded_bits(v) >> 16, vh); }
+INLINE vf round_bf16(vf v) { return (vf)(rounded_bits(v) & 0xffff0000u); }
+#endif
+INLINE vf round_f32(vf v) { return v; }
 INLINE float scalar_get_f32(const float *p) { return *p; }
 INLINE float scalar_get_bf16(const bf16 *p) { return widen(*p); }
 INLINE void scalar_put_f32(float *p, float x) { *p = x; }
