@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one run: ``benchmarks/gpu_check.sh`` (README, GPU check).
+"""Everything that only a GPU can show, in one run: ``benchmarks/gpu_check.sh`` (docs/gpu.md).
 
 Sections run one after the other, each in a process of its own within what is left of the time; the JSON is rewritten
 after every one, so neither a failure nor a lost machine takes more than its own section with it.
@@ -118,7 +118,8 @@ def run_child(name: str, report: Report, limit_s: float, work: Path, dry_run: bo
     command = [sys.executable, "-m", "depthbatch.benchmarks.gpu_check", "--run-section", name]
     command += ["--into", str(into), "--work", str(work), *(["--dry-run-cpu"] if dry_run else [])]
     error = None
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=work) as child:
+    # stdin: a child that dies with its parent takes the end of a pipe there for the parent's death
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=work) as child:
         try:
             _, errors = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:

@@ -40,10 +40,11 @@ class DecodeBuffers:
         return self.frame[ROW_AUX]
 
     def fill(self, frame: Int32Array) -> None:
-        """Takes a frame: int32 [3 * bucket]. One copy on the CPU, one more to another device."""
+        """Takes a frame: int32 [3 * bucket]. One copy on the CPU; to another device one more, and it is waited for,
+        since the next fill overwrites what it reads."""
         self._host.numpy()[...] = frame.reshape(ROW_FIELDS, self.bucket)
         if self.frame is not self._host:
-            self.frame.copy_(self._host, non_blocking=True)
+            self.frame.copy_(self._host)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.frame, self.planes, self.tokens, self.flags, self.scores)

@@ -19,6 +19,7 @@ from depthbatch.worker.attention.flash_library import find_flash_library
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
+from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.build import assemble
 from depthbatch.worker.loader import load_model
 from depthbatch.worker.ops_choice import small_ops
@@ -121,6 +122,17 @@ def test_compiled_small_operators(dtype: torch.dtype) -> None:
     assert small_ops(torch.zeros(1, device=CUDA)) is ops_triton
     for case in cases(dtype, CUDA):
         case.check()
+
+
+def test_a_frame_is_not_overwritten_before_it_is_copied() -> None:
+    """Two fills while the device is busy: each is seen as it was. The warm-up fills like this, and a block number that
+    a later frame brings would end up in the dummy slot's block table."""
+    buffers = DecodeBuffers(2, CUDA)
+    torch.cuda._sleep(100_000_000)
+    buffers.fill(np.arange(6, dtype=np.int32))
+    first = buffers.frame.clone()
+    buffers.fill(np.full(6, 9, np.int32))
+    assert first.flatten().tolist() == list(range(6))
 
 
 def test_lanes_and_marks() -> None:
