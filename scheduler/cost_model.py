@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from depthbatch.common.frames import Stage
+
+FloatArray = npt.NDArray[np.float64]
 
 _FORGET = 0.998  # weight of a sample after one more: a memory of some 500 stages
 _PRIOR_WEIGHT = 0.02  # in samples
 _RIDGE = 1e-9  # relative
-_OUTLIER = 4.0  # a stage that took this many times its prediction was interrupted, not slow
+_TOLERANCE = 0.3  # relative; beyond it a sample pulls no harder than at it: stages that were interrupted are not slow
 _MIN_SAMPLES = 3
 _MOST_NOTED = 4096
 
@@ -53,19 +56,19 @@ class LinearFit:
         return self._coefficients[0]
 
     def _take_in(self) -> None:
-        """Adds the noted samples to the sums, interrupted stages left out."""
+        """Adds the noted samples to the sums, with Huber's weights against the last fit."""
         if not self._noted:
             return
         noted = np.array(self._noted)
         self._noted.clear()
-        if self._coefficients is not None:
-            fits = noted[:, -1] <= _OUTLIER * (noted[:, :-1] @ self._coefficients)
-            if 2 * fits.sum() > len(fits):  # else the device has become slower
-                noted = noted[fits]
         n = len(noted)
         self.samples += n
         x, seconds = noted[:, :-1], noted[:, -1]
-        weighted = x * (_FORGET ** np.arange(n - 1, -1, -1))[:, None]
+        expected = _first_fit(x, seconds) if self._coefficients is None else x @ self._coefficients
+        trust = _trust(seconds, expected)
+        if 2 * np.count_nonzero(trust < 1.0) > n:  # it is the device that has changed
+            trust = np.ones(n)
+        weighted = x * (trust * _FORGET ** np.arange(n - 1, -1, -1))[:, None]
         self._xx *= _FORGET**n
         self._xy *= _FORGET**n
         self._xx += weighted.T @ x
@@ -76,7 +79,7 @@ class LinearFit:
         """delta, slopes of the last solve, in seconds."""
         return self._coefficients
 
-    def _with_prior(self) -> tuple[np.ndarray, np.ndarray]:
+    def _with_prior(self) -> tuple[FloatArray, FloatArray]:
         """The normal equations plus a pseudo-sample 'no work takes half of the mean time', and a ridge that keeps them
         solvable when some work never varied."""
         mean_seconds = self._xy[0] / self._xx[0, 0]
@@ -85,6 +88,22 @@ class LinearFit:
         xx[0, 0] += _PRIOR_WEIGHT
         xy[0] += _PRIOR_WEIGHT * 0.5 * mean_seconds
         return xx, xy
+
+
+def _trust(seconds: FloatArray, expected: FloatArray) -> FloatArray:
+    """Huber's weights [n]: 1 within the tolerance, falling beyond it."""
+    off: FloatArray = np.abs(seconds - expected) / np.maximum(expected, 1e-12)
+    return _TOLERANCE / np.maximum(off, _TOLERANCE)
+
+
+def _first_fit(x: FloatArray, seconds: FloatArray) -> FloatArray:
+    """Expected seconds [n] before there is a fit: least squares, reweighted a few times."""
+    trust = np.ones(len(seconds))
+    for _ in range(6):
+        root = np.sqrt(trust)
+        expected: FloatArray = x @ np.linalg.lstsq(x * root[:, None], seconds * root, rcond=None)[0]
+        trust = _trust(seconds, expected)
+    return expected
 
 
 class StageCosts:
