@@ -6,9 +6,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
 
+from depthbatch.common.errors import ConfigError
 from depthbatch.worker import ops_torch
-from depthbatch.worker.kernels.library import MODE_VARIABLE
 from torch import Tensor
+
+MODE_VARIABLE = "DEPTHBATCH_GPU_KERNELS"
+MODES = ("auto", "torch")  # torch: its own operators, to compare with
 
 
 class SmallOps(Protocol):
@@ -32,7 +35,10 @@ def small_ops(x: Tensor) -> SmallOps:
 
 @cache
 def _on_gpu() -> SmallOps:
-    """Decided once: the variable that switches the C kernels off switches these off too."""
-    if os.environ.get(MODE_VARIABLE) == "torch" or find_spec("triton") is None:
+    """Decided once. Raises ConfigError for an unknown mode."""
+    mode = os.environ.get(MODE_VARIABLE, "auto")
+    if mode not in MODES:
+        raise ConfigError(f"{MODE_VARIABLE} must be one of {', '.join(MODES)}, not {mode!r}")
+    if mode == "torch" or find_spec("triton") is None:
         return ops_torch
     return cast(SmallOps, import_module("depthbatch.worker.ops_triton"))

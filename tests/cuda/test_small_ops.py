@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from depthbatch.worker import ops_torch
+from depthbatch.common.errors import ConfigError
+from depthbatch.worker import ops_choice, ops_torch
 from depthbatch.worker.ops_choice import small_ops
 from fake_cuda import fake_cuda
 from small_op_cases import cases
@@ -27,6 +28,16 @@ def test_where_triton_cannot_run_torch_does() -> None:
     assert small_ops(torch.zeros(1)) is ops_torch
     with fake_cuda():
         assert small_ops(torch.zeros(1, device="cuda")) is ops_torch
+
+
+def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton unless told otherwise; a mistyped mode is an error, not a default."""
+    for mode, wanted in (("auto", "depthbatch.worker.ops_triton"), ("torch", ops_torch.__name__)):
+        monkeypatch.setenv(ops_choice.MODE_VARIABLE, mode)
+        assert ops_choice._on_gpu.__wrapped__().__name__ == wanted  # type: ignore[attr-defined]
+    monkeypatch.setenv(ops_choice.MODE_VARIABLE, "tritn")
+    with pytest.raises(ConfigError, match="must be one of auto, torch, not 'tritn'"):
+        ops_choice._on_gpu.__wrapped__()
 
 
 def test_every_kernel_compiles_for_gpus(tmp_path: Path) -> None:
