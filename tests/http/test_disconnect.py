@@ -4,7 +4,9 @@ A pass is not luck: each test first sees the sequence in the state it names, and
 tokens for minutes. Waits are on conditions, with a limit that only a failure reaches.
 """
 
+import asyncio
 import json
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -137,3 +139,42 @@ def test_streams_of_one_name_keep_their_outputs(live: LiveServer) -> None:
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, range(6))) == alone
     assert len(set(alone)) == 6
+
+
+def test_random_ends_leave_nothing(tokenizer: Tokenizer) -> None:
+    """Row "abort leaks KV or slots", at the edge: 400 requests that finish, are closed, aborted by name (twice), time
+    out or fail, in random order and all states; afterwards nothing is held anywhere."""
+    draw = random.Random(4)
+
+    async def one(url: str, http: httpx.AsyncClient, number: int) -> None:
+        body = {"prompt": "x" * draw.randint(1, 20), "n": draw.choice([1, 1, 3]), "max_tokens": draw.randint(1, 30)}
+        body |= {"stream": draw.random() < 0.5, "request_id": f"r{number % 7}", "ignore_eos": True}
+        kind = draw.choice(["finish", "close", "abort", "timeout"])
+        if kind == "timeout":
+            body["timeout_s"] = draw.uniform(0.001, 0.1)
+        asking = asyncio.create_task(http.post(url + "/v1/completions", json=body))
+        await asyncio.sleep(draw.uniform(0, 0.05))
+        if kind == "close":
+            asking.cancel()
+        elif kind == "abort":
+            for _ in range(2):
+                await http.post(url + "/abort", json={"request_id": body["request_id"]})
+        answers = await asyncio.gather(asking, return_exceptions=True)
+        if kind != "close":
+            assert answers[0].status_code in (200, 504), answers[0].text
+
+    async def run(url: str) -> None:
+        places = asyncio.Semaphore(40)
+        limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=LIMIT_S, limits=limits) as http:
+
+            async def placed(number: int) -> None:
+                async with places:
+                    await one(url, http, number)
+
+            await asyncio.gather(*map(placed, range(400)))
+
+    with LiveServer(tokenizer, engine={"slots": 4, "step_s": 0.001}) as server:
+        asyncio.run(run(server.url))
+        assert_all_free(server)
+        assert not server.service.registry._by_client_id

@@ -11,6 +11,8 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.frontend.http.server import bind
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.tokenizer import Tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serving_fakes.server import LiveServer
 
 LIMIT_S = 10.0
@@ -249,3 +251,19 @@ def test_metrics_count_what_was_done(tokenizer: Tokenizer) -> None:
             f'exit_depth_sum{{process="frontend"}} {sum(u["loops"] for u in usages)}.0',
         ):
             assert f"depthbatch:{line}" in text
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    data=st.binary(max_size=300) | st.binary(max_size=100).map(lambda tail: b"POST /v1/completions HTTP/1.1\r\n" + tail)
+)
+def test_random_bytes_are_no_request(live: LiveServer, data: bytes) -> None:
+    """Row "random bytes on every socket": whatever comes, the connection gets a 4xx or is closed, never a 5xx, and the
+    server answers the next client."""
+    port = int(live.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
+        connection.sendall(data + b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(4096)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
+    assert httpx.get(live.url + "/version").status_code == 200
