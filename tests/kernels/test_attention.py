@@ -74,9 +74,10 @@ def test_prefill_equals_oracle(mode: str, geometry: CacheGeometry, layer: int, s
 @given(geometry=geometries(), seed=SEEDS, cut=st.floats(0.1, 0.9))
 @settings(max_examples=25, deadline=None)
 def test_chunks_equal_one_prefill(geometry: CacheGeometry, seed: int, cut: float) -> None:
-    """A prompt in two chunks gives the bits of the prompt in one, and so does its last token as a decode step.
+    """A prompt in two chunks gives the bits of the prompt in one, and in fp32 so does its last token as a decode step.
 
-    The three paths share no bookkeeping (run length, cached prefix, rows_share_slots), so equal bits are not luck.
+    The three paths share no bookkeeping (run length, cached prefix, rows_share_slots), so equal bits are not luck. In
+    bf16 prefill has a kernel of its own, which sums in another order than decode.
     """
     whole, chunked, decoded = (make_case(geometry, kernels_for("c"), seed) for _ in range(3))
     length = max(2, int(cut * 4 * geometry.block_size))
@@ -100,7 +101,10 @@ def test_chunks_equal_one_prefill(geometry: CacheGeometry, seed: int, cut: float
     assert torch.equal(torch.cat((prefill(chunked, 0, split), prefill(chunked, split, length))), wanted)
     prefill(decoded, 0, length - 1)
     row = DecodeRows(int32([5]), int32([length - 1]), int32([0]), decoded.block_tables)
-    assert torch.equal(decoded.tested.decode(1, *(x[-1:] for x in inputs), row), wanted[-1:])
+    last = decoded.tested.decode(1, *(x[-1:] for x in inputs), row)
+    exact = geometry.dtype is torch.float32
+    tolerance = 0.0 if exact else whole.tolerance
+    torch.testing.assert_close(last, wanted[-1:], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("mode", MODES)

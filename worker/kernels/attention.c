@@ -1,11 +1,9 @@
 /* Paged attention that reads the cache in place: append, rotate and attend in one call over all rows and heads.
  *
- * Work is cut into (run of rows, kv head). A run is one row in decode, up to MAX_RUN consecutive positions of one
- * sequence in prefill, so that a K/V tile loaded once serves several queries. Softmax is online over tiles of 16 tokens
- * in fp32; the order of every sum is fixed by the position alone.
+ * Decode takes a row at a time, prefill a run of consecutive positions of one sequence, so that a K/V tile loaded once
+ * serves several queries. Softmax is online over tiles of 16 tokens in fp32; the order of every sum is fixed by the
+ * position alone.
  */
-#include <stdlib.h>
-
 #include "attention.h"
 #include "vec.h"
 

@@ -191,6 +191,10 @@ INLINE void NAME(append)(const LayerArgs *layer, const RowArgs *rows, const Call
     memcpy((T *)layer->v_cache + at, (const T *)call->v + row * call->v_stride + head * dh, dh * sizeof(T));
 }
 
+#ifdef DOT_BF16
+#include "attention_lanes.h"
+#endif
+
 /* State of the queries of `count` rows from `row` and `num_heads` kv heads from `head`: [num_heads, count, group]. */
 INLINE void NAME(start_run)(
     const LayerArgs *layer, const CallArgs *call, const NAME(Run) * run, int64_t row, int count, int64_t head, int num_heads
@@ -264,43 +268,71 @@ INLINE void NAME(attend_run)(
     NAME(finish_run)(layer, call, &run, row, count, head, num_heads);
 }
 
-/* Rows row, row + 1, ... that continue the sequence of `row`, at most MAX_RUN. */
-INLINE int NAME(run_length)(const RowArgs *rows, int64_t row) {
+/* Rows row, row + 1, ... below `end` that continue the sequence of `row`. */
+INLINE int NAME(run_length)(const RowArgs *rows, int64_t row, int64_t end) {
     int count = 1;
-    if (!rows->rows_share_slots) return 1;
-    while (count < MAX_RUN && row + count < rows->num_rows && rows->slots[row + count] == rows->slots[row] &&
+    while (row + count < end && rows->slots[row + count] == rows->slots[row] &&
            rows->positions[row + count] == rows->positions[row] + count)
         count++;
     return count;
 }
 
-void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
+/* Rows of distinct slots: a task is a row and all its heads, or a share of them where rows are too few for the team. */
+static void NAME(decode_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
     const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
-    const int group = layer->num_heads / layer->num_kv_heads, dh = layer->head_dim;
-    const int shared = rows->rows_share_slots, stride = shared ? MAX_RUN : 1;
-    const int64_t runs = (n + stride - 1) / stride;
-    /* A task is a run and a share of the heads: all of them when there are runs enough for every thread. */
-    const int64_t num_heads = shared || runs < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
-    float scratch[stride * group * num_heads * (2 * dh + 2)] __attribute__((aligned(64)));
-    if (shared) { /* a row may read what another row appends: all appends first */
-#pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < n; row++)
-            for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
-        team_barrier(barrier);
+    const int64_t num_heads = n < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
+    const int64_t queries = layer->num_heads / heads * num_heads;
+    float scratch[queries * (2 * layer->head_dim + 2)] __attribute__((aligned(64)));
+    /* A thread takes several neighbours at a time, since the prefetch at a row's end is for the next row. */
+#pragma omp for schedule(dynamic, task_share(n * shares)) nowait
+    for (int64_t task = 0; task < n * shares; task++) {
+        const int64_t head = task % shares * num_heads, row = task / shares;
+        for (int64_t h = head; h < head + num_heads; h++) NAME(append)(layer, rows, call, row, h);
+        NAME(attend_run)(layer, rows, call, row, 1, head, (int)num_heads, scratch);
     }
-    /* Runs are found from multiples of MAX_RUN, so that threads agree on them without a list. A thread takes several
-     * neighbours at a time, since the prefetch at a row's end is for the next row. */
-#pragma omp for schedule(dynamic, task_share(runs * shares)) nowait
-    for (int64_t task = 0; task < runs * shares; task++) {
-        const int64_t head = task % shares * num_heads, begin = task / shares * stride;
+}
+
+/* Rows of a sequence read what others of it append: all appends first. A task is some rows and one kv head; runs are
+ * found from multiples of that many rows, so that threads agree on them without a list. */
+static void NAME(prefill_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
+    const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
+    const int group = layer->num_heads / layer->num_kv_heads;
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t head = 0; head < heads; head++) NAME(append)(layer, rows, call, row, head);
+    team_barrier(barrier);
+#ifdef DOT_BF16
+    const int in_lanes = fits_lanes(layer);
+    const size_t bytes = in_lanes ? lanes_scratch(layer->head_dim) : 0;
+#else
+    const int in_lanes = 0;
+    const size_t bytes = 0;
+#endif
+    const int64_t stride = in_lanes ? LANES / group : MAX_RUN;
+    const size_t plain_bytes = (size_t)MAX_RUN * group * (2 * layer->head_dim + 2) * sizeof(float);
+    char scratch[in_lanes ? bytes : plain_bytes] __attribute__((aligned(64)));
+#pragma omp for schedule(dynamic, 4) nowait
+    for (int64_t task = 0; task < (n + stride - 1) / stride * heads; task++) {
+        const int64_t head = task % heads, begin = task / heads * stride;
         const int64_t end = begin + stride < n ? begin + stride : n;
-        for (int64_t row = begin; row < end;) {
-            int count = NAME(run_length)(rows, row);
-            if (row + count > end) count = (int)(end - row);
-            for (int64_t h = head; !shared && h < head + num_heads; h++) NAME(append)(layer, rows, call, row, h);
-            NAME(attend_run)(layer, rows, call, row, count, head, (int)num_heads, scratch);
-            row += count;
+        for (int64_t row = begin, count; row < end; row += count) {
+            count = NAME(run_length)(rows, row, end);
+#ifdef DOT_BF16
+            if (in_lanes) {
+                attend_lanes(layer, rows, call, row, (int)count, head, scratch);
+                continue;
+            }
+#endif
+            NAME(attend_run)(layer, rows, call, row, (int)count, head, 1, (float *)scratch);
         }
+    }
+}
+
+void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
+    if (rows->rows_share_slots) {
+        NAME(prefill_team)(layer, rows, call, barrier);
+    } else {
+        NAME(decode_team)(layer, rows, call);
     }
     team_barrier(barrier);
 }
