@@ -1,0 +1,314 @@
+"""``depthbatch bench accuracy``: exact match of the demo task's held-out split, through the real engine.
+
+Greedy decoding; an answer counts when its text is the wanted one and the model ended it by itself. Gate, threshold and
+fixed depth are per request, so one engine serves all of them at once; KV layouts and truncated loops get an engine each.
+
+Depths are those of decode tokens: a fixed depth or a gate has no say over the prompt and the first output token, which
+prefill computes at full depth. ``by_layout`` truncates the loops of everything, prefill included (paper, Table 5).
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from depthbatch.benchmarks.record import write_json
+from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import EngineInfo
+from depthbatch.worker.training.data import Example, heldout
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from depthbatch.frontend.llm import LLM
+    from depthbatch.frontend.output import RequestOutput
+    from depthbatch.frontend.params import SamplingParams
+
+HAZARD_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+CONVERGENCE_THRESHOLDS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)
+QUICK_THRESHOLDS = {False: (0.2, 0.5, 0.8), True: (0.5, 0.2, 0.07)}  # by whether the gate is a convergence test
+EXAMPLES, QUICK_EXAMPLES = 600, 90
+CLASS_SLACK = 0.01  # by_class shows the shallowest setting that loses at most this much accuracy
+Report = dict[str, Any]
+
+
+def add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, size of the run, where results go, and the engine's options."""
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
+    parser.add_argument("--examples", type=int, default=None, help=f"held-out questions (default {EXAMPLES})")
+    parser.add_argument("--task-seed", type=int, default=0, help="which held-out questions are drawn")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_EXAMPLES} questions and fewer settings")
+    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--figures", metavar="DIR", type=Path, help="draw accuracy against depth into this directory")
+    add_config_arguments(parser, [n for n in FIELD_NAMES if n not in ("model", "gate", "exit_threshold", "min_loops")])
+
+
+def run_accuracy(args: argparse.Namespace) -> int:
+    """Runs every setting, prints tables, writes the JSON and, if asked, the figures.
+
+    Raises ConfigError, ModelError, RequestError, EngineDeadError.
+    """
+    count = (QUICK_EXAMPLES if args.quick else EXAMPLES) if args.examples is None else args.examples
+    if count < 1:
+        raise ConfigError(f"--examples must be at least 1, not {count}")
+    config = config_from_sources(args, model=args.model)
+    if config.policy == "cb":
+        raise ConfigError("policy cb runs every token at full depth: there is no depth to measure accuracy against")
+    _check_outputs(args.output, args.figures)
+    report = measure(config, heldout(args.task_seed, count), args.quick)
+    report = {"model": Path(config.model).name, "examples": count, "task_seed": args.task_seed} | report
+    print(tables(report), file=sys.stderr)
+    write_json(report, args.output)
+    if args.figures is not None:
+        from depthbatch.benchmarks.accuracy_figures import draw_figures
+
+        args.figures.mkdir(parents=True, exist_ok=True)
+        draw_figures(report, args.figures)
+    return 0
+
+
+def _check_outputs(output: str | None, figures: Path | None) -> None:
+    """What would fail at the end of a long run fails at its start."""
+    if output is not None and not Path(output).resolve().parent.is_dir():
+        raise ConfigError(f"--output {output}: no such directory")
+    if figures is not None:
+        from depthbatch.benchmarks.figures import import_pyplot
+
+        import_pyplot()
+        if figures.exists() and not figures.is_dir():
+            raise ConfigError(f"--figures {figures} is not a directory")
+
+
+# --- what is asked
+
+
+class Setting(NamedTuple):
+    """How the decode tokens of a request leave the loop: full depth, one fixed depth, or a gate at a threshold."""
+
+    gate: Gate
+    threshold: float | None = None
+    depth: int | None = None
+
+    def params(self, example: Example) -> "SamplingParams":
+        """Greedy, with room for the answer, its end marker, and one token more to be wrong by."""
+        from depthbatch.frontend.params import SamplingParams
+
+        return SamplingParams(
+            max_tokens=len(example.answer.encode()) + 2,
+            temperature=0.0,
+            gate=self.gate.label,
+            exit_threshold=self.threshold,
+            num_loops=self.depth,
+        )
+
+
+FULL_DEPTH = Setting(Gate.NONE)
+
+
+def fixed_depths(r_max: int, quick: bool) -> list[int]:
+    """Depths below r_max that are tried: all of a shallow model's; of a deep one the first and every second, or fourth."""
+    if r_max <= 8:
+        return list(range(1, r_max))
+    return [1, 2, *range(4, r_max, 4)] if quick else [1, 2, 3, *range(4, r_max, 2)]
+
+
+def gate_settings(info: EngineInfo, quick: bool) -> list[Setting]:
+    """Every threshold of every gate the engine has; where DELAYED is the convergence test it is tried once."""
+    converges = Gate.CONVERGENCE in info.gates
+    thresholds = CONVERGENCE_THRESHOLDS if converges else HAZARD_THRESHOLDS
+    gates = [gate for gate in info.gates if gate.decides_on_device or gate is Gate.PRELOOP]
+    return [
+        Setting(gate, threshold)
+        for gate in gates
+        if not (converges and gate is Gate.DELAYED)
+        for threshold in (QUICK_THRESHOLDS[converges] if quick else thresholds)
+    ]
+
+
+def layout_runs(base: EngineInfo, layouts: Sequence[KVLayout], quick: bool) -> list[tuple[KVLayout, int]]:
+    """(layout, loops) of every engine but the base: all layouts at full depth, and at three and two quarters of it; in
+    a quick run only the base layout is truncated, to half."""
+    quarters = (4, 2) if quick else (4, 3, 2)
+    runs = [(layout, max(1, base.r_max * q // 4)) for layout in layouts for q in quarters]
+    kept = (run for run in runs if not quick or run[1] == base.r_max or run[0] == base.kv_layout)
+    return [run for run in dict.fromkeys(kept) if run != (base.kv_layout, base.r_max)]
+
+
+# --- what came back
+
+
+class Score(NamedTuple):
+    """Accuracy 0..1; mean depth in loops and histogram {depth: tokens}, both of decode tokens."""
+
+    accuracy: float
+    mean_depth: float
+    histogram: dict[int, int]
+
+    def as_json(self) -> Report:
+        return self._asdict()
+
+
+def is_exact(example: Example, output: "RequestOutput") -> bool:
+    """Whether the text is the answer and nothing followed it."""
+    return output.text == example.answer and output.finish_reason == "stop"
+
+
+def score(examples: Sequence[Example], outputs: Sequence["RequestOutput"]) -> Score:
+    """The score of one setting's outputs, in the order of the examples (at least one)."""
+    depths = Counter(depth for output in outputs for depth in output.exit_depths[1:])
+    right = sum(is_exact(example, output) for example, output in zip(examples, outputs, strict=True))
+    mean = sum(depth * n for depth, n in depths.items()) / max(1, depths.total())
+    return Score(right / len(examples), mean, dict(sorted(depths.items())))
+
+
+def score_classes(examples: Sequence[Example], outputs: Sequence["RequestOutput"]) -> list[Report]:
+    """One row a difficulty class, in the order of their first example."""
+    rows = []
+    for name in dict.fromkeys(example.difficulty for example in examples):
+        chosen = [i for i, example in enumerate(examples) if example.difficulty == name]
+        part = score([examples[i] for i in chosen], [outputs[i] for i in chosen])
+        rows.append({"class": name, **part.as_json()})
+    return rows
+
+
+# --- engines
+
+
+class Answers(NamedTuple):
+    """One setting's outputs, in the order of the examples."""
+
+    setting: Setting
+    outputs: list["RequestOutput"]
+
+
+def ask(
+    llm: "LLM", examples: Sequence[Example], settings: Sequence[Setting], advance: Callable[[int], object]
+) -> list[Answers]:
+    """Every example under every setting, all in one batch; ``advance`` is told of requests that finished."""
+    prompts = [example.prompt for _ in settings for example in examples]
+    params = [setting.params(example) for setting in settings for example in examples]
+
+    def note(finished: int, total: int) -> None:
+        advance(1)
+
+    outputs = llm.generate(prompts, params, note)
+    n = len(examples)
+    return [Answers(setting, outputs[i * n : (i + 1) * n]) for i, setting in enumerate(settings)]
+
+
+def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> Report:
+    """The report under the keys of interfaces.md. One engine for gates and fixed depths, one for every other
+    (layout, loops). Raises ConfigError, ModelError, RequestError, EngineDeadError."""
+    from depthbatch.worker.loader import read_spec
+
+    layouts = read_spec(config.model, config.dtype, config.load_format, config.max_loops).layouts
+    with tqdm(unit="req", file=sys.stderr, mininterval=1.0, desc="answers") as bar:
+        with _engine(config) as llm:
+            info = llm.info
+            fixed = [Setting(Gate.FIXED, depth=depth) for depth in fixed_depths(info.r_max, quick)]
+            gated = gate_settings(info, quick)
+            runs = layout_runs(info, layouts, quick)
+            bar.reset(total=len(examples) * (1 + len(fixed) + len(gated) + len(runs)))
+            full, *others = ask(llm, examples, [FULL_DEPTH, *fixed, *gated], bar.update)
+        fixed_answers = [*others[: len(fixed)], full._replace(setting=Setting(Gate.FIXED, depth=info.r_max))]
+        report = depth_report(examples, full, fixed_answers, others[len(fixed) :])
+        report["by_layout"] = [_layout_row(info, report["full_depth_accuracy"])]
+        for layout, loops in runs:
+            with _engine(replace(config, kv_layout=layout, max_loops=loops)) as llm:
+                (answers,) = ask(llm, examples, [FULL_DEPTH], bar.update)
+                report["by_layout"].append(_layout_row(llm.info, score(examples, answers.outputs).accuracy))
+    return {"r_max": info.r_max, "kv_layout": str(info.kv_layout), "dtype": info.dtype} | report
+
+
+def _engine(config: EngineConfig) -> "LLM":
+    from depthbatch.frontend.llm import LLM
+
+    return LLM(config.model, quiet=True, **{name: getattr(config, name) for name in FIELD_NAMES if name != "model"})
+
+
+def _layout_row(info: EngineInfo, accuracy: float) -> Report:
+    kib = info.kv_bytes_per_token / 1024
+    return {"layout": str(info.kv_layout), "max_loops": info.r_max, "accuracy": accuracy, "kib_per_token": kib}
+
+
+def depth_report(
+    examples: Sequence[Example], full: Answers, fixed: Sequence[Answers], gated: Sequence[Answers]
+) -> Report:
+    """What one engine's answers say. ``by_class`` is of the setting that ``by_class_setting`` names: the shallowest
+    within CLASS_SLACK of full depth, of the model's own gate where one is, else full depth."""
+    accuracy = score(examples, full.outputs).accuracy
+    own = [answers for answers in gated if answers.setting.gate is Gate.OWN]
+    shown = min(
+        (a for a in own if score(examples, a.outputs).accuracy >= accuracy - CLASS_SLACK),
+        key=lambda answers: score(examples, answers.outputs).mean_depth,
+        default=full,
+    )
+    return {
+        "full_depth_accuracy": accuracy,
+        "by_fixed_depth": [
+            {
+                "depth": answers.setting.depth,
+                "accuracy": score(examples, answers.outputs).accuracy,
+                "accuracy_by_class": {r["class"]: r["accuracy"] for r in score_classes(examples, answers.outputs)},
+            }
+            for answers in fixed
+        ],
+        "by_threshold": [
+            {
+                "gate": answers.setting.gate.label,
+                "threshold": answers.setting.threshold,
+                **score(examples, answers.outputs).as_json(),
+            }
+            for answers in gated
+        ],
+        "by_class_setting": {"gate": shown.setting.gate.label, "threshold": shown.setting.threshold},
+        "by_class": score_classes(examples, shown.outputs),
+    }
+
+
+# --- tables for people
+
+
+def tables(report: Report) -> str:
+    """All of a report as text; accuracy in percent, depth in loops."""
+    shown = report["by_class_setting"]
+    at = shown["gate"] if shown["threshold"] is None else f"{shown['gate']} at {shown['threshold']:g}"
+    lines = [
+        f"{report['model']}: {report['examples']} questions, {100 * report['full_depth_accuracy']:.2f} % at full depth",
+        *_columns(("fixed depth", "exact %"), ((r["depth"], r["accuracy"]) for r in report["by_fixed_depth"])),
+        *_columns(
+            ("gate", "threshold", "exact %", "depth", "tokens at depth"),
+            (
+                (r["gate"], f"{r['threshold']:g}", r["accuracy"], f"{r['mean_depth']:.2f}", _histogram(r["histogram"]))
+                for r in report["by_threshold"]
+            ),
+        ),
+        *_columns(
+            ("layout", "loops", "exact %", "KiB/token"),
+            ((r["layout"], r["max_loops"], r["accuracy"], f"{r['kib_per_token']:g}") for r in report["by_layout"]),
+        ),
+        *_columns(
+            (f"class ({at})", "exact %", "depth", "tokens at depth"),
+            (
+                (r["class"], r["accuracy"], f"{r['mean_depth']:.2f}", _histogram(r["histogram"]))
+                for r in report["by_class"]
+            ),
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _histogram(counts: dict[int, int]) -> str:
+    return " ".join(f"{depth}:{n}" for depth, n in counts.items())
+
+
+def _columns(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> list[str]:
+    """A blank line and a table, left-aligned; floats are shares, shown in percent."""
+    cells = [head, *(tuple(f"{100 * c:.2f}" if isinstance(c, float) else str(c) for c in row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    return ["", *("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)]

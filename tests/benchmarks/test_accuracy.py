@@ -1,0 +1,171 @@
+"""``bench accuracy``: figures of a made-up model whose accuracy follows from its construction, and one run of the
+command on the shipped model, held against the training code's own evaluation."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from depthbatch.benchmarks import accuracy
+from depthbatch.benchmarks.accuracy import FULL_DEPTH, Setting, ask, depth_report, gate_settings, layout_runs, tables
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.deploy.cli import OneLineParser
+from depthbatch.frontend.llm import Progress
+from depthbatch.frontend.output import RequestOutput
+from depthbatch.frontend.params import SamplingParams
+from depthbatch.worker.training.data import Example, heldout
+
+NEEDS = {"easy": 1, "middle": 2, "hard": 4}  # loops after which the made-up model knows the answer
+EXAMPLES = [Example(f"{name}{i}=", "7", name) for i in range(5) for name in NEEDS]
+
+
+class MadeUpModel:
+    """Knows an answer at its class's depth. Its gate exits at the right depth, but one loop early for hard questions
+    under a threshold below 0.5. Every answer is one prefilled token (full depth) and one decoded end marker."""
+
+    def generate(
+        self, prompts: Sequence[str], params: Sequence[SamplingParams], progress: Progress
+    ) -> list[RequestOutput]:
+        outputs = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            assert own.temperature == 0.0 and own.max_tokens is not None and own.max_tokens > 2
+            needed = NEEDS[prompt.rstrip("=0123456789")]
+            depth = self.depth(own, needed)
+            text = "7" if depth >= needed else "8"
+            outputs.append(RequestOutput(prompt, [1], text, [1, 2], [4, depth], "stop"))
+            progress(index + 1, len(prompts))
+        return outputs
+
+    def depth(self, own: SamplingParams, needed: int) -> int:
+        if own.num_loops is not None:
+            return own.num_loops
+        if own.gate == "none":
+            return 4
+        assert own.exit_threshold is not None
+        return needed - 1 if needed == 4 and own.exit_threshold < 0.5 else needed
+
+
+def made_up_report() -> accuracy.Report:
+    fixed = [Setting(Gate.FIXED, depth=depth) for depth in (1, 2, 3)]
+    gated = [Setting(Gate.OWN, threshold) for threshold in (0.2, 0.8)]
+    finished: list[int] = []
+    full, *others = ask(MadeUpModel(), EXAMPLES, [FULL_DEPTH, *fixed, *gated], finished.append)  # type: ignore[arg-type]
+    assert sum(finished) == len(EXAMPLES) * 6
+    return depth_report(EXAMPLES, full, others[:3], others[3:])
+
+
+def test_figures_follow_from_the_construction() -> None:
+    """A third of the questions is right from depth 1 on, two from 2 on, all at 4. Wrong if settings or examples are
+    paired with another's outputs, or if the prefilled token counts into the depths (they would all be deeper)."""
+    report = made_up_report()
+    assert report["full_depth_accuracy"] == 1.0
+    assert [(r["depth"], r["accuracy"]) for r in report["by_fixed_depth"]] == [
+        (1, pytest.approx(1 / 3)),
+        (2, pytest.approx(2 / 3)),
+        (3, pytest.approx(2 / 3)),
+    ]
+    assert report["by_fixed_depth"][1]["accuracy_by_class"] == {"easy": 1.0, "middle": 1.0, "hard": 0.0}
+    early, late = report["by_threshold"]
+    assert early == {
+        "gate": "own",
+        "threshold": 0.2,
+        "accuracy": pytest.approx(2 / 3),
+        "mean_depth": 2.0,
+        "histogram": {1: 5, 2: 5, 3: 5},
+    }
+    assert (late["accuracy"], late["mean_depth"]) == (1.0, pytest.approx(7 / 3))
+    assert report["by_class_setting"] == {"gate": "own", "threshold": 0.8}  # 0.2 is shallower but loses a third
+    assert [(r["class"], r["accuracy"], r["mean_depth"]) for r in report["by_class"]] == [
+        ("easy", 1.0, 1.0),
+        ("middle", 1.0, 2.0),
+        ("hard", 1.0, 4.0),
+    ]
+
+
+def test_an_answer_that_goes_on_is_wrong() -> None:
+    """Exact match: the right text cut off by the token limit, or followed by more, does not count."""
+    example = Example("12+30=", "42", "add")
+    assert accuracy.is_exact(example, RequestOutput(None, [], "42", finish_reason="stop"))
+    assert not accuracy.is_exact(example, RequestOutput(None, [], "42", finish_reason="length"))
+    assert not accuracy.is_exact(example, RequestOutput(None, [], "420", finish_reason="stop"))
+
+
+def info(gates: tuple[Gate, ...], r_max: int, layout: KVLayout) -> EngineInfo:
+    return EngineInfo("m", "a", 9, r_max, 2, Gate.OWN, gates, 1.0, layout, 16, 9, 8, 64, 0, (1,), "cpu", "float32")
+
+
+def test_settings_are_those_the_engine_has() -> None:
+    """A gate the engine lacks is never asked for; where DELAYED is the convergence test it is measured once."""
+    ouro = gate_settings(info((Gate.NONE, Gate.FIXED, Gate.OWN, Gate.DELAYED, Gate.PRELOOP), 4, KVLayout.SINGLE), False)
+    assert {s.gate for s in ouro} == {Gate.OWN, Gate.DELAYED, Gate.PRELOOP}
+    huginn = gate_settings(info((Gate.NONE, Gate.OWN, Gate.DELAYED, Gate.CONVERGENCE), 16, KVLayout.SINGLE), False)
+    assert {s.gate for s in huginn} == {Gate.OWN, Gate.CONVERGENCE}
+    assert accuracy.fixed_depths(4, quick=False) == [1, 2, 3]
+    assert max(accuracy.fixed_depths(16, quick=True)) < 16
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_layout_runs_at_full_depth_once(quick: bool) -> None:
+    """The base engine's own pair is not run again; no pair is run twice, even where quarters of r_max coincide."""
+    for r_max in (1, 2, 4, 16):
+        runs = layout_runs(info((), r_max, KVLayout.LAST_EXITED), list(KVLayout), quick)
+        assert len(set(runs)) == len(runs) and (KVLayout.LAST_EXITED, r_max) not in runs
+        assert {layout for layout, loops in runs if loops == r_max} == set(KVLayout) - {KVLayout.LAST_EXITED}
+
+
+def arguments(*options: str) -> argparse.Namespace:
+    parser = OneLineParser()
+    accuracy.add_accuracy_arguments(parser)
+    return parser.parse_args(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--policy", "cb"], "policy cb"),
+        (["--examples", "0"], "--examples"),
+        (["--output", "/nowhere/at/all.json"], "--output"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(options: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        accuracy.run_accuracy(arguments("demo", *options))
+
+
+def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At full depth the engine must score what the training code scores, teacher-forced and without a cache: greedy
+    decoding is exact when every next token is right. Depth 1 must score less: had every setting run alike, it would
+    not. Two engines only, to keep this short; the accuracy itself is the model's affair."""
+    monkeypatch.setattr(accuracy, "layout_runs", lambda *_: [(KVLayout.SINGLE, 2)])
+    output = tmp_path / "accuracy.json"
+    common = ["--dtype", "float32", "--threads", "1", "--max-model-len", "128", "--kv-blocks", "600"]
+    options = ["--quick", "--examples", "24", "--output", str(output), "--figures", str(tmp_path / "figures")]
+    assert accuracy.run_accuracy(arguments("demo", *common, *options)) == 0
+    report = json.loads(output.read_text())
+    assert report["full_depth_accuracy"] == reference_accuracy(24)
+    assert [row["depth"] for row in report["by_fixed_depth"]] == [1, 2, 3, 4]
+    assert report["by_fixed_depth"][0]["accuracy"] < report["full_depth_accuracy"] - 0.3
+    assert report["by_fixed_depth"][-1]["accuracy"] == report["full_depth_accuracy"]
+    decoded = {sum(row["histogram"].values()) for row in report["by_threshold"] if row["threshold"] == 0.8}
+    assert decoded and min(decoded) >= 24  # at least the end marker of every answer
+    assert {row["gate"] for row in report["by_threshold"]} >= {"own", "delayed"}
+    assert [(r["layout"], r["max_loops"]) for r in report["by_layout"]] == [("last_exited", 4), ("single", 2)]
+    assert report["by_layout"][0]["kib_per_token"] == 4 * report["by_layout"][1]["kib_per_token"]
+    assert [row["class"] for row in report["by_class"]] == ["copy", "count", "add", "hop1", "hop2", "hop3"]
+    assert "at full depth" in tables(report)
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["accuracy-demo.png", "exits-demo.png"]
+
+
+def reference_accuracy(count: int) -> float:
+    """Full-depth exact match of the shipped model, by whole-sequence forwards."""
+    from depthbatch.worker.training import evaluate
+    from depthbatch.worker.training.checkpoints import load_ouro
+
+    trace = evaluate.trace_ouro(load_ouro(resolve_model_dir(EngineConfig().model)), heldout(0, count))
+    return pytest.approx(evaluate.score(trace, evaluate.fixed_depth(trace, trace.right.shape[0])).accuracy)  # type: ignore[return-value]
