@@ -27,7 +27,7 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
         request_id=submit.request_id,
         prompt=prompt,
         params=params,
-        gate=_gate_in_force(params, full_depth),
+        gate=_gate_in_force(params, config, full_depth),
         limit=limit,
         order=(MAX_PRIORITY - params.priority) * (1 << 40) + arrival,
         stop_ids=frozenset(params.stop_token_ids),
@@ -38,12 +38,14 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
     )
 
 
-def _gate_in_force(params: RequestParams, full_depth: bool) -> Gate:
-    """Gates that cannot fire are not asked: a cumulative one with a threshold of 1, any under a full-depth policy."""
+def _gate_in_force(params: RequestParams, config: SchedulerConfig, full_depth: bool) -> Gate:
+    """Gates that cannot fire are not asked: a cumulative one with a threshold of 1, any under a full-depth policy.
+    OWN and DELAYED of a model with a convergence test are that test, which may fire at any threshold."""
     gate = params.gate
     if full_depth and gate.may_exit_early:
         return Gate.NONE
-    if gate in (Gate.OWN, Gate.DELAYED, Gate.LOOKAHEAD) and params.exit_threshold >= 1.0:
+    cumulative = gate is Gate.LOOKAHEAD or (gate in (Gate.OWN, Gate.DELAYED) and Gate.CONVERGENCE not in config.gates)
+    if cumulative and params.exit_threshold >= 1.0:
         return Gate.NONE
     return gate
 

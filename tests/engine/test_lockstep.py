@@ -102,6 +102,20 @@ def test_every_gate_and_layout(model: Path, layout: KVLayout) -> None:
             assert len({depth for answer in answers for depth in answer.depths[1:]}) >= 2, gate
 
 
+@pytest.mark.parametrize("gate", [Gate.OWN, Gate.DELAYED])
+@pytest.mark.parametrize(
+    ("model", "exits"), [pytest.param(OURO, False, id="ouro"), pytest.param(HUGINN, True, id="huginn")]
+)
+def test_threshold_of_one_means_full_depth_for_cumulative_gates_only(model: Path, exits: bool, gate: Gate) -> None:
+    """Bug: OWN and DELAYED with a threshold of 1 or more were full depth for Huginn too, whose gate is a convergence
+    test and fires. 1.9 lies above most distances of this random model, and a cumulated probability never reaches it."""
+    prompts = prompts_of(model)
+    requests = [msgspec.structs.replace(params(model, gate, i), exit_threshold=1.9) for i in range(len(prompts))]
+    answers = engine(model, "single").run(list(zip(prompts, requests, strict=True)))
+    check(model, "single", prompts, requests, answers)
+    assert exits == any(d < r.max_loops for a, r in zip(answers, requests, strict=True) for d in a.depths[1:])
+
+
 @pytest.mark.parametrize("max_tokens", [8192, 13], ids=["whole", "chunked"])
 @pytest.mark.parametrize("policy", ["cb", "no-refill", "refill"])
 @pytest.mark.parametrize("layout", EARLY_LAYOUTS)
@@ -109,8 +123,8 @@ def test_every_gate_and_layout(model: Path, layout: KVLayout) -> None:
 def test_gates_side_by_side(model: Path, layout: KVLayout, policy: str, max_tokens: int) -> None:
     """Every request another gate, under every policy, with and without chunked prefill: no row changes its neighbour.
 
-    ``cb`` lets no gate decide: every token runs its request's max_loops. Chunks of 13 tokens cut the longer prompts at borders that are no block
-    borders, several prompts to a batch.
+    ``cb`` lets no gate decide: every token runs its request's max_loops. Chunks of 13 tokens cut the longer prompts at
+    borders that are no block borders, several prompts to a batch.
     """
     prompts, gates = prompts_of(model), gates_of(model)
     requests = [params(model, gates[index % len(gates)], index) for index in range(len(prompts))]

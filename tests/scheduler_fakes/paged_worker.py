@@ -57,7 +57,8 @@ def exit_depth(params: RequestParams, position: int, index: int) -> int:
         return min(recorded[index], params.max_loops) if index < len(recorded) else params.max_loops
     if gate is Gate.PRELOOP:
         return max(params.min_loops, min(predicted_depth(params.seed, position), params.max_loops))
-    if gate.decides_on_device and (gate is Gate.CONVERGENCE or params.exit_threshold < 1.0):
+    # The fake model has a convergence test, which OWN and DELAYED are then too: only LOOKAHEAD is cumulative.
+    if gate.decides_on_device and (gate is not Gate.LOOKAHEAD or params.exit_threshold < 1.0):
         for loop in range(1, params.max_loops):
             if loop + gate.delay >= params.min_loops and gate_fires(params.seed, position, loop):
                 return min(loop + gate.delay, params.max_loops)
