@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-clients bench lint
+.PHONY: setup demo test test-clients bench bench-paper lint
 
 setup: $(STAMP)
 
@@ -31,4 +31,9 @@ demo: setup
 	$(PY) -m depthbatch generate demo
 
 bench: setup
-	$(PY) -m depthbatch bench throughput
+	$(PY) -m depthbatch bench throughput --workload alpaca --requests 200 --w 32 --policy no-refill --policy refill --policy auto
+
+# Every figure of the paper that concerns scheduling, against ours: benchmarks/results/paper/README.md, some 20 minutes.
+bench-paper: setup
+	$(PY) -m pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
+	$(PY) -m depthbatch.benchmarks.paper_report --fresh

@@ -81,7 +81,8 @@ def run_throughput(args: argparse.Namespace) -> int:
         k = args.k if choice.k is None else choice.k
         config = replace(base, policy=choice.policy, min_coda_batch=k if choice.policy == "refill" else None)
         if workload is None:
-            workload = workload_from_arguments(args, _r_max(config), base.seed)
+            limits = _limits(config)
+            workload = fitting(workload_from_arguments(args, limits.r_max, base.seed), limits.max_positions)
         records.append(measure(config, workload, flops))
         records[-1].compare_with(records[0])
         print_table(records[-1:])
@@ -101,17 +102,7 @@ def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Reco
     options = {name: getattr(config, name) for name in FIELD_NAMES if name != "model"}
     with LLM(config.model, quiet=True, **options) as llm:
         prompts = [r.prompt(index, llm.info.vocab_size).tolist() for index, r in enumerate(workload.requests)]
-        params = [
-            SamplingParams(
-                max_tokens=request.output_tokens,
-                min_tokens=request.output_tokens,
-                temperature=0.0,
-                ignore_eos=True,
-                gate="none" if request.exit_depths is None else "replay",
-                exit_depths=request.exit_depths,
-            )
-            for request in workload.requests
-        ]
+        params = [request.sampling() for request in workload.requests]
         llm.generate(prompts[:_WARM_UP_REQUESTS], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
         before, start_s = llm.stats(), time.perf_counter()
         with tqdm(total=len(prompts), desc=config.policy, unit="req", file=sys.stderr, mininterval=1.0) as bar:
@@ -129,12 +120,35 @@ def effective_k(config: EngineConfig, info: EngineInfo) -> int | None:
     return SchedulerConfig.resolve(config, info).min_coda_batch if config.policy == "refill" else None
 
 
-def _r_max(config: EngineConfig) -> int:
-    """Loops of a full-depth token, before an engine runs."""
-    if config.device.startswith("simulated:"):
-        from depthbatch.worker.simulated import find_profile
+class _Limits(NamedTuple):
+    """What a model allows, known before an engine runs."""
 
-        return config.max_loops or find_profile(config.device.removeprefix("simulated:")).r_max
+    r_max: int
+    max_positions: int
+
+
+def _limits(config: EngineConfig) -> _Limits:
+    if config.device.startswith("simulated:"):
+        from depthbatch.worker.simulated import MAX_POSITIONS, find_profile
+
+        profile = find_profile(config.device.removeprefix("simulated:"))
+        return _Limits(config.max_loops or profile.r_max, config.max_model_len or MAX_POSITIONS)
     from depthbatch.worker.loader import read_spec
 
-    return read_spec(config.model, config.dtype, config.load_format, config.max_loops).r_max
+    spec = read_spec(config.model, config.dtype, config.load_format, config.max_loops)
+    return _Limits(spec.r_max, config.max_model_len or spec.max_positions)
+
+
+def fitting(workload: Workload, max_tokens: int) -> Workload:
+    """The requests that the model has positions for, as the paper drops what exceeds the context length. Raises
+    ConfigError when none does."""
+    kept = tuple(request for request in workload.requests if request.total_tokens <= max_tokens)
+    dropped = len(workload.requests) - len(kept)
+    if not kept:
+        raise ConfigError(f"no request of the workload fits into {max_tokens} tokens")
+    if dropped:
+        print(
+            f"{dropped} of {len(workload.requests)} requests are longer than {max_tokens} tokens: dropped",
+            file=sys.stderr,
+        )
+    return Workload(kept)

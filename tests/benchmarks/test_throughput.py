@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from depthbatch.benchmarks.flops import count_flops
 from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
-from depthbatch.benchmarks.throughput import PolicyChoice, add_throughput_arguments, run_throughput
+from depthbatch.benchmarks.throughput import PolicyChoice, add_throughput_arguments, fitting, run_throughput
+from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.profile import StageFlops
 from depthbatch.deploy.cli import OneLineParser
@@ -66,6 +67,15 @@ def test_flops_count_each_matrix_once() -> None:
 def test_bad_policies_are_named(bad: str) -> None:
     with pytest.raises(ConfigError, match="policy"):
         PolicyChoice.parse(bad)
+
+
+def test_requests_beyond_the_models_positions_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    """A ShareGPT prompt of 3,000 tokens must not end the benchmark of a model with 2,048 positions."""
+    workload = Workload((WorkloadRequest(10, 5), WorkloadRequest(3000, 5), WorkloadRequest(2043, 5)))
+    assert [r.prompt_tokens for r in fitting(workload, 2048).requests] == [10, 2043]
+    assert "1 of 3 requests" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="fits into 4 tokens"):
+        fitting(workload, 4)
 
 
 def arguments(*options: str) -> argparse.Namespace:
