@@ -42,7 +42,7 @@ class Record:
     s_dec: float
     mean_batch: dict[str, float]
     stage_steps: dict[str, int]
-    scheduler_us_per_stage: dict[str, float]
+    scheduler_us_per_stage: dict[str, float | None]
     requests_finished: int
     preemptions: int
     duration_s: float
@@ -91,7 +91,7 @@ def make_record(setting: Setting, before: Stats, after: Stats, duration_s: float
         s_dec=decode_speedup(flops, setting.r_max, depth),
         mean_batch={stage: rows[stage] / steps[stage] if steps[stage] else 0.0 for stage in STAGES},
         stage_steps={stage: int(count) for stage, count in steps.items()},
-        scheduler_us_per_stage=_scheduler_us(before, after),
+        scheduler_us_per_stage=_scheduler_us(before, after, sum(steps.values())),
         requests_finished=int(
             sum(gained(f'request_success_total{{finished_reason="{r}"}}') for r in ("stop", "length"))
         ),
@@ -100,9 +100,12 @@ def make_record(setting: Setting, before: Stats, after: Stats, duration_s: float
     )
 
 
-def _scheduler_us(before: Stats, after: Stats) -> dict[str, float]:
-    """p50 and p99 as the scheduler reports them, of its latest stages."""
-    return {f"p{q}": after.get(f'scheduler_us_per_stage{{quantile="0.{q}"}}', 0.0) for q in (50, 99)}
+def _scheduler_us(before: Stats, after: Stats, stages: float) -> dict[str, float | None]:
+    """Microseconds of the scheduler a stage: the mean over the run, and p50 and p99 where the scheduler reports them."""
+    verbs = [f'scheduler_stage_seconds_total{{verb="{verb}"}}' for verb in ("complete", "schedule", "dispatch")]
+    spent_s = sum(after.get(verb, 0.0) - before.get(verb, 0.0) for verb in verbs)
+    quantiles = {f"p{q}": after.get(f'scheduler_us_per_stage{{quantile="0.{q}"}}') for q in (50, 99)}
+    return quantiles | {"mean": 1e6 * spent_s / stages if stages else None}
 
 
 def write_json(value: Any, output: str | None) -> None:

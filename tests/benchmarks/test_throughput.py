@@ -27,6 +27,8 @@ def counters(prefill_s: float, codas: int, rows: int, depth_sum: int, prefilled:
         "generation_tokens_total": rows + prefilled,
         'request_success_total{finished_reason="length"}': prefilled,
         'worker_idle_seconds_total{cause="scheduler"}': 0.5,
+        'scheduler_stage_seconds_total{verb="schedule"}': 1e-4 * codas,
+        'scheduler_us_per_stage{quantile="0.50"}': 40.0,
     }
 
 
@@ -39,6 +41,7 @@ def test_record_is_the_difference_of_two_readings() -> None:
     assert record.prefill_share == 0.2
     assert record.mean_batch["coda"] == 10.0 and record.mean_batch["core"] == 0.0
     assert record.requests_finished == 40
+    assert record.scheduler_us_per_stage == {"p50": 40.0, "p99": None, "mean": pytest.approx(100.0)}
 
 
 def test_bounds_are_equations_one_and_two() -> None:
