@@ -1,24 +1,29 @@
 """``depthbatch bench trace``: the schedule of a workload as data, one JSON object a stage (scheduling.md, Trace).
 
 Runs the scheduler core in lock-step with a worker that answers at once; there is no clock, so all requests are
-submitted at the start, in order of arrival.
+submitted at the start, in order of arrival. ``--live`` runs the same through the real processes with a simulated
+device, and prints what they launched.
 """
 
 import argparse
 import json
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from depthbatch.benchmarks.workload import Workload
-from depthbatch.common.config import POLICIES, EngineConfig
+from depthbatch.common.config import ASYNC_MODES, FIELD_NAMES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import ROW_AUX, Stage
+from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo, StageResult
 from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.stage_trace import describe_stage
 
 BLOCK_SIZE = 16
 
@@ -34,6 +39,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--r-max", type=int, default=4, help="loops of a full-depth token")
     parser.add_argument("--steps", type=int, default=None, help="stages to print (default: all)")
     parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
+    parser.add_argument("--live", action="store_true", help="through the real processes, with a simulated device")
+    parser.add_argument("--profile", default="h100-ouro-1.4b", help="device profile of --live")
+    parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead", help="of --live")
 
 
 def run_trace(args: argparse.Namespace) -> int:
@@ -50,11 +58,32 @@ def run_trace(args: argparse.Namespace) -> int:
         preemption="off",
     )
     info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
-    for count, line in enumerate(trace(workload, SchedulerConfig.resolve(options, info)), start=1):
+    if args.live:
+        live = replace(options, device=f"simulated:{args.profile}", async_scheduling=args.async_scheduling)
+        lines = live_trace(workload, replace(live, max_loops=args.r_max), info.num_blocks - 1)
+    else:
+        lines = trace(workload, SchedulerConfig.resolve(options, info))
+    for count, line in enumerate(lines, start=1):
         print(json.dumps(line))
         if count == args.steps:
             break
     return 0
+
+
+def live_trace(workload: Workload, options: EngineConfig, kv_blocks: int) -> Iterator[dict[str, Any]]:
+    """One object a stage, as the scheduler process launched them. Raises ConfigError, RequestError, EngineDeadError."""
+    from depthbatch.frontend.llm import LLM
+
+    order = sorted(workload.requests, key=lambda request: request.arrival_s)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "stages.jsonl")
+        config = replace(options, stage_trace=str(path), kv_blocks=kv_blocks, max_model_len=max(workload.longest, 2))
+        with LLM(quiet=True, **{name: getattr(config, name) for name in FIELD_NAMES}) as llm:
+            params = [request.sampling() for request in order]
+            prompts = [request.prompt(index, llm.info.vocab_size).tolist() for index, request in enumerate(order)]
+            llm.generate(prompts, params)
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
 
 
 def trace(workload: Workload, config: SchedulerConfig) -> Iterator[dict[str, Any]]:
@@ -71,7 +100,7 @@ def trace(workload: Workload, config: SchedulerConfig) -> Iterator[dict[str, Any
         if stage is None:
             return
         scheduler.complete(blank_result(stage, 0.0, 0.0), 0.0)
-        yield _describe(stage, scheduler, exited)
+        yield describe_stage(stage, scheduler, exited)
 
 
 def blank_result(stage: ScheduledStage, start_s: float, end_s: float) -> StageResult:
@@ -111,17 +140,3 @@ def virtual_engine(
         device="virtual",
         dtype="none",
     )
-
-
-def _describe(stage: ScheduledStage, scheduler: Scheduler, exited_before: int) -> dict[str, Any]:
-    header, view = stage.header, scheduler.view
-    line: dict[str, Any] = {"stage": Stage(header.stage).label, "batch": header.rows}
-    if header.stage == Stage.PREFILL:
-        line["prompt_tokens"] = header.n_tokens
-    if header.stage == Stage.CORE:
-        loops, rows = np.unique(stage.frame[ROW_AUX, : header.rows], return_counts=True)
-        line["depths"] = {str(loop): int(count) for loop, count in zip(loops.tolist(), rows.tolist(), strict=True)}
-        line["exits"] = view.q_c - exited_before
-    if scheduler.config.policy in ("cb", "no-refill"):
-        return line | {"q_d": view.q_d, "q_p": view.q_p}
-    return line | {"q_r": view.q_r, "q_c": view.q_c, "q_p": view.q_p}

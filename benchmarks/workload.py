@@ -6,12 +6,15 @@ Knows nothing of models or tokenizers: a prompt is a count of tokens or a list o
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
+
+if TYPE_CHECKING:
+    from depthbatch.frontend.params import SamplingParams
 
 _KEYS = {"prompt_tokens", "output_tokens", "exit_depths", "arrival_s"}
 MAX_DEPTH = 255
@@ -31,6 +34,19 @@ class WorkloadRequest:
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
+
+    def sampling(self) -> "SamplingParams":
+        """The request's parameters for an LLM: greedy, its output length exactly, its depths replayed if it has some."""
+        from depthbatch.frontend.params import SamplingParams  # only what runs an engine needs the frontend
+
+        return SamplingParams(
+            max_tokens=self.output_tokens,
+            min_tokens=self.output_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            gate="none" if self.exit_depths is None else "replay",
+            exit_depths=self.exit_depths,
+        )
 
     def submit(self, request_id: int, r_max: int, vocab_size: int = 1, **params: Any) -> Submit:
         """The request as a message: replayed depths when it has some, full depth otherwise. A prompt given as a count

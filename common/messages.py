@@ -75,6 +75,12 @@ class Submit(Message, frozen=True):
     scored: int = 0  # prompt logprobs already delivered, likewise
 
 
+class SubmitAll(Message, frozen=True):
+    """Several requests at once: all of them are queued before a stage is chosen."""
+
+    requests: tuple[Submit, ...]
+
+
 class Abort(Message, frozen=True):
     request_id: int
 
@@ -87,7 +93,7 @@ class Shutdown(Message, frozen=True):
     drain: bool = False
 
 
-FrontendMessage = Hello | Submit | Abort | GetStats | Shutdown
+FrontendMessage = Hello | Submit | SubmitAll | Abort | GetStats | Shutdown
 
 
 # --- scheduler -> frontend

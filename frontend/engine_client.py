@@ -30,12 +30,14 @@ from depthbatch.common.messages import (
     Fatal,
     GetStats,
     Hello,
+    Message,
     Rejected,
     RequestParams,
     SchedulerHeartbeat,
     SchedulerMessage,
     SchedulerStats,
     Submit,
+    SubmitAll,
     TokenEvent,
     Tokens,
 )
@@ -141,15 +143,28 @@ class EngineClient:
         Raises RequestError for what this engine cannot serve, EngineDeadError when there is none. A refusal by the
         scheduler (too few KV blocks) comes as an Update with an error.
         """
+        request_id = self._accept(prompt_ids, params)
+        if self._ready:
+            self._send(self._submit_message(request_id))
+        return request_id
+
+    def submit_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[int]:
+        """``submit`` for many, in one message: all are queued before the scheduler chooses a stage. Raises like submit,
+        with none of them submitted."""
+        for ordinal, (prompt_ids, params) in enumerate(requests, self._next_id):
+            self.check(prompt_ids, params, ordinal)
+        request_ids = [self._accept(prompt_ids, params) for prompt_ids, params in requests]
+        if self._ready and request_ids:
+            self._send(SubmitAll(tuple(map(self._submit_message, request_ids))))
+        return request_ids
+
+    def _accept(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         resolved = self.check(prompt_ids, params, self._next_id)
         request_id = self._next_id
         self._next_id += 1
-        live = LiveRequest(np.asarray(prompt_ids, dtype=np.int32).tobytes(), resolved)
-        self._live[request_id] = live
+        self._live[request_id] = LiveRequest(np.asarray(prompt_ids, dtype=np.int32).tobytes(), resolved)
         if params.timeout_s is not None:
             heapq.heappush(self._deadlines, (time.monotonic() + params.timeout_s, request_id))
-        if self._ready:
-            self._send_submit(request_id, live)
         return request_id
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, ordinal: int = 0) -> RequestParams:
@@ -222,9 +237,13 @@ class EngineClient:
         self._link = Dealer(self._context, self._run_dir.endpoint(SCHEDULER_ENDPOINT), SchedulerMessage)
         self._link.send(Hello())
 
-    def _send_submit(self, request_id: int, live: LiveRequest) -> None:
+    def _send(self, message: Message) -> None:
         assert self._link is not None
-        self._link.send(Submit(request_id, live.prompt, live.params, live.generated.tobytes(), live.scored))
+        self._link.send(message)
+
+    def _submit_message(self, request_id: int) -> Submit:
+        live = self._live[request_id]
+        return Submit(request_id, live.prompt, live.params, live.generated.tobytes(), live.scored)
 
     def _drain(self, updates: list[Update]) -> None:
         while self._link is not None and (received := self._link.receive()) is not None:
@@ -285,8 +304,8 @@ class EngineClient:
         if self._ready:
             return  # a new worker under the scheduler that knows our requests
         self._ready = True
-        for request_id, live in self._live.items():
-            self._send_submit(request_id, live)
+        if self._live:
+            self._send(SubmitAll(tuple(map(self._submit_message, self._live))))
 
     # --- deaths and deadlines
 

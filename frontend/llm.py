@@ -167,7 +167,8 @@ class LLM:
         client, live = self._client, dict[int, tuple[int, OutputAssembler]]()
         inbox = deque[Update]()
         try:
-            for index, (ids, own) in enumerate(zip(encoded, per_prompt, strict=True)):
+            request_ids = client.submit_all(list(zip(encoded, per_prompt, strict=True)))
+            for index, (request_id, ids, own) in enumerate(zip(request_ids, encoded, per_prompt, strict=True)):
                 detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
                 assembler = OutputAssembler(
                     str(index),
@@ -176,7 +177,6 @@ class LLM:
                     own.min_tokens,
                     Scoring(own.logprobs, own.prompt_logprobs, ids),
                 )
-                request_id = client.submit(ids, own)
                 live[request_id] = (index, assembler)
                 self._inboxes[request_id] = inbox
             while live:

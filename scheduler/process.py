@@ -29,6 +29,7 @@ from depthbatch.common.messages import (
     Shutdown,
     StageResult,
     Submit,
+    SubmitAll,
     TokenEvent,
     WorkerHeartbeat,
     WorkerMessage,
@@ -39,6 +40,7 @@ from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.scheduler.frontends import Frontends
+from depthbatch.scheduler.stage_trace import StageTrace
 from depthbatch.scheduler.worker_peer import WorkerPeer
 
 HEARTBEAT_S = 0.5
@@ -67,6 +69,7 @@ class SchedulerProcess:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: str, options: EngineConfig) -> None:
         self._options = options
+        self._trace = None if options.stage_trace is None else StageTrace(options.stage_trace)
         self.frontends = Frontends(Router(context, endpoint(run_dir, SCHEDULER_ENDPOINT), FrontendMessage))
         self.worker = WorkerPeer(Router(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerMessage))
         self.core: Scheduler | None = None
@@ -112,10 +115,13 @@ class SchedulerProcess:
     def schedule(self) -> Iterator[ScheduledStage]:
         """Stages as far ahead as the core allows; each is sent before the next is assembled."""
         while self.core is not None and self.worker.present:
+            exited = self.core.view.q_c
             with self._timed("schedule"):
                 stage = self.core.next_stage(time.monotonic())
             if stage is None:
                 return
+            if self._trace is not None:
+                self._trace.write(stage, self.core, exited)
             yield stage
 
     def dispatch(self, stage: ScheduledStage) -> None:
@@ -138,7 +144,9 @@ class SchedulerProcess:
             raise Stopped(0)
 
     def close(self) -> None:
-        """Tells the worker to stop and closes both sockets."""
+        """Tells the worker to stop and closes sockets and trace."""
+        if self._trace is not None:
+            self._trace.close()
         self.worker.send_shutdown()
         self.worker.link.close()
         self.frontends.link.close()
@@ -190,6 +198,9 @@ class SchedulerProcess:
         match received.message:
             case Submit() as submit:
                 self._submit(received.peer, submit)
+            case SubmitAll(requests):
+                for submit in requests:
+                    self._submit(received.peer, submit)
             case Abort(request_id):
                 if self.core is not None and self.frontends.owns(received.peer, request_id):
                     self.core.abort(request_id)

@@ -29,6 +29,7 @@ from depthbatch.common.messages import (
     SchedulerStats,
     Shutdown,
     Submit,
+    SubmitAll,
     TokenEvent,
     Tokens,
     WorkerCommand,
@@ -106,6 +107,9 @@ class FakeScheduler:
                     self.router.send(peer, EngineReady(self.info))
             case Submit():
                 self.submit(peer, message)
+            case SubmitAll(requests):
+                for submit in requests:
+                    self.submit(peer, submit)
             case Abort(request_id):
                 self.seen["aborts"] += 1
                 if self.running.pop(request_id, None) is not None:

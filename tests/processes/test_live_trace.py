@@ -1,0 +1,27 @@
+"""``bench trace --live``: the real processes launch exactly the stages of the pure core, in every mode."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from depthbatch.benchmarks.trace import live_trace, trace, virtual_engine
+from depthbatch.benchmarks.workload import Workload
+from depthbatch.common.config import EngineConfig
+from depthbatch.scheduler.config import SchedulerConfig
+
+WORKLOAD = Path(__file__).parent.parent / "data" / "traces" / "ouro_sharegpt.workload.json"
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("refill", "lookahead"), ("refill", "off"), ("no-refill", "async"), ("cb", "lookahead")]
+)
+def test_live_equals_the_core(policy: str, mode: str) -> None:
+    """Hundreds of stages with refills and finishes: one stage launched early, late or with another row would shift all
+    later queue sizes. All requests arrive in one message, else the first stages would depend on timing."""
+    workload = Workload(Workload.read(WORKLOAD).requests[:40])
+    options = EngineConfig(policy=policy, max_num_seqs=16, min_coda_batch=1, preemption="off")
+    info = virtual_engine(workload, 16, 4, None)
+    expected = list(trace(workload, SchedulerConfig.resolve(options, info)))
+    live = replace(options, device="simulated:h100-ouro-1.4b", async_scheduling=mode)
+    assert list(live_trace(workload, live, info.num_blocks - 1)) == expected
+    assert len(expected) > 200
