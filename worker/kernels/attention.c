@@ -23,6 +23,12 @@ INLINE int64_t tile_offset(const LayerArgs *layer, int64_t block, int64_t head) 
     return (block * layer->num_kv_heads + head) * layer->block_size * layer->head_dim;
 }
 
+/* Rows a thread takes at a time: half of what is left for it, at most 8. */
+INLINE int64_t decode_share(int64_t items) {
+    const int64_t share = items / (2 * team_size());
+    return share < 1 ? 1 : share > 8 ? 8 : share;
+}
+
 #ifdef __AVX512F__
 /* 16 accumulators -> their 16 sums, in one tree. */
 INLINE vf reduce_lanes(const __m512 *a) {

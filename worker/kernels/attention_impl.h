@@ -151,6 +151,18 @@ INLINE void NAME(tile)(
     }
 }
 
+/* Asks for the block a row begins with, while its projections are rotated and appended. */
+INLINE void NAME(prefetch_first_block)(
+    const LayerArgs *layer, const RowArgs *rows, int64_t row, int64_t head, int64_t num_heads
+) {
+    const int64_t at = tile_offset(layer, physical_block(layer, rows, row, 0), head);
+    const int64_t elements = num_heads * layer->block_size * layer->head_dim;
+    for (int64_t i = 0; i < elements; i += 64 / (int64_t)sizeof(T)) {
+        __builtin_prefetch((const T *)layer->k_cache + at + i, 0, 2);
+        __builtin_prefetch((const T *)layer->v_cache + at + i, 0, 2);
+    }
+}
+
 /* dst [Dh] = rotate(src [Dh] + bias), rounded to T after the bias and at the end, as the plain operators do. */
 INLINE void NAME(rotate)(
     T *dst, const T *src, const T *bias, const float *cos, const float *sin, int rope, int dh
@@ -284,9 +296,10 @@ static void NAME(decode_team)(const LayerArgs *layer, const RowArgs *rows, const
     const int64_t queries = layer->num_heads / heads * num_heads;
     float scratch[queries * (2 * layer->head_dim + 2)] __attribute__((aligned(64)));
     /* A thread takes several neighbours at a time, since the prefetch at a row's end is for the next row. */
-#pragma omp for schedule(dynamic, task_share(n * shares)) nowait
+#pragma omp for schedule(dynamic, decode_share(n * shares)) nowait
     for (int64_t task = 0; task < n * shares; task++) {
         const int64_t head = task % shares * num_heads, row = task / shares;
+        NAME(prefetch_first_block)(layer, rows, row, head, num_heads);
         for (int64_t h = head; h < head + num_heads; h++) NAME(append)(layer, rows, call, row, h);
         NAME(attend_run)(layer, rows, call, row, 1, head, (int)num_heads, scratch);
     }

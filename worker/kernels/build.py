@@ -6,6 +6,7 @@ nothing of what the kernels compute.
 """
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -14,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
 BUILD_TIMEOUT_S = 120
@@ -78,6 +81,7 @@ def _processor() -> str:
 
 def _build(target: Path, portable: bool) -> None:
     compiler = _compiler()
+    logger.info("building the C kernels with %s, once for this machine", compiler)
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
