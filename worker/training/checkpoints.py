@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+DEMO_THRESHOLD = 0.95
+"""Exit threshold written to the demo's `config.json`, so that it leaves early when not told otherwise."""
 Size = TypeVar("Size", OuroSize, HuginnSize)
 
 
@@ -34,7 +36,7 @@ def ouro_config(size: OuroSize) -> dict[str, Any]:
         "hidden_act": "silu",
         "num_key_value_heads": size.num_attention_heads,
         "head_dim": size.hidden_size // size.num_attention_heads,
-        "early_exit_threshold": 1.0,
+        "early_exit_threshold": DEMO_THRESHOLD,
         "tie_word_embeddings": False,
         **dataclasses.asdict(size),
     }
