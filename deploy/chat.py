@@ -107,7 +107,8 @@ def _show(news: Iterator[News], out: TextIO) -> str:
         if hasattr(news, "close"):
             news.close()
     duration_s = time.monotonic() - start_s
-    mean = sum(depths) / len(depths) if depths else 0.0
+    decoded = depths[1:]  # the first token comes from prefill, at full depth
+    mean = sum(decoded) / len(decoded) if decoded else 0.0
     out.write(f"\n[{len(depths)} tokens, {len(depths) / duration_s:.1f} tokens/s, mean depth {mean:.2f}]\n")
     return "".join(pieces)
 

@@ -41,22 +41,28 @@ class Piece(NamedTuple):
 
 @dataclass
 class Tally:
-    """Counts of one request for its ``usage``."""
+    """Counts of one request for its ``usage``. A sequence's first token comes from prefill, at full depth: it counts in
+    ``loops`` and not in the mean depth, which is that of the decoded tokens (as RequestOutput has it)."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     loops: int = 0
+    _prefill_loops: dict[int, int] = field(default_factory=dict)  # by choice
 
     def add(self, piece: Piece) -> None:
         self.completion_tokens += len(piece.token_ids)
         self.loops += sum(piece.exit_depths)
+        if piece.exit_depths:
+            self._prefill_loops.setdefault(piece.choice, piece.exit_depths[0])
 
     def usage(self) -> dict[str, object]:
+        decoded = self.completion_tokens - len(self._prefill_loops)
+        loops = self.loops - sum(self._prefill_loops.values())
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "mean_exit_depth": self.loops / self.completion_tokens if self.completion_tokens else None,
+            "mean_exit_depth": loops / decoded if decoded else None,
             "loops": self.loops,
         }
 

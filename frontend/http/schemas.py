@@ -183,7 +183,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    mean_exit_depth: float | None = Field(description="loops / completion_tokens")
+    mean_exit_depth: float | None = Field(description="loops a decoded token took (the first token comes from prefill)")
     loops: int = Field(description="core steps spent on the output tokens")
 
 

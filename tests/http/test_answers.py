@@ -68,14 +68,20 @@ def test_lists_of_prompts_and_token_ids(http: httpx.Client) -> None:
 
 
 def test_depths_and_usage(http: httpx.Client) -> None:
-    """One depth a token, the first r_max; loops is their sum and mean_exit_depth their mean, streamed or not."""
+    """One depth a token, the first r_max; loops is their sum, mean_exit_depth the mean of all but the first, streamed
+    or not; with several choices the first of each is left out."""
+    several = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5, "num_loops": 3}
+    counted = http.post("/v1/completions", json=several).json()["usage"]
+    assert counted["mean_exit_depth"] == 3 and counted["loops"] == 4 * (R_MAX + 4 * 3)
+    single = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()["usage"]
+    assert single["mean_exit_depth"] is None and single["loops"] == R_MAX
     body = {"prompt": "abc", "max_tokens": 9, "seed": 2, "return_exit_depths": True, "return_token_ids": True}
     plain = http.post("/v1/completions", json=body).json()
     choice, usage = plain["choices"][0], plain["usage"]
     assert len(choice["exit_depths"]) == len(choice["token_ids"]) == usage["completion_tokens"] == 9
     assert choice["exit_depths"][0] == R_MAX
     assert usage["loops"] == sum(choice["exit_depths"])
-    assert usage["mean_exit_depth"] == pytest.approx(sum(choice["exit_depths"]) / 9)
+    assert usage["mean_exit_depth"] == pytest.approx(sum(choice["exit_depths"][1:]) / 8)
     pieces = events(http, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
     assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == usage
     streamed = [depth for piece in pieces[:-1] for depth in piece["choices"][0]["exit_depths"]]
