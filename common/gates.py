@@ -26,6 +26,11 @@ class Gate(IntEnum):
         return self in (Gate.OWN, Gate.DELAYED, Gate.LOOKAHEAD, Gate.CONVERGENCE)
 
     @property
+    def takes_threshold(self) -> bool:
+        """True when exit_threshold and min_loops of a request have a say."""
+        return self.decides_on_device or self is Gate.PRELOOP
+
+    @property
     def delay(self) -> int:
         """Loops between the step that decides and the exit: a flag at loop r means exit after loop r + delay."""
         return 0 if self is Gate.OWN else 1

@@ -319,7 +319,7 @@ class RequestDefaults:
             value = getattr(params, name)
             if value is not None and value > info.r_max:
                 raise RequestError(f"{name} {value} is more than the {info.r_max} loops of this engine", name)
-        if not gate.decides_on_device:
+        if not gate.takes_threshold:
             self._refuse_gate_fields(params, gate)
         if gate is Gate.FIXED:
             assert params.num_loops is not None
@@ -329,7 +329,7 @@ class RequestDefaults:
             raise RequestError(
                 f"exit_depths holds {max(params.exit_depths or (1,))}, more than {max_loops} loops", "exit_depths"
             )
-        if not gate.decides_on_device:
+        if not gate.takes_threshold:
             return Depth(gate, 1.0, 1, max_loops)
         return self._gated_depth(params, gate, max_loops)
 

@@ -138,6 +138,15 @@ def test_own_values_win() -> None:
     assert params.stop_token_ids == (9,)
 
 
+def test_preloop_takes_a_threshold_and_a_least_depth() -> None:
+    """Bug: the threshold was refused as having no effect, and the gate always ran at 1, so it could not be tuned."""
+    info = msgspec.structs.replace(INFO, gates=(*INFO.gates, Gate.PRELOOP))
+    params = resolve(info, gate="preloop", exit_threshold=0.25, min_loops=3)
+    assert (params.gate, params.exit_threshold, params.min_loops, params.max_loops) == (Gate.PRELOOP, 0.25, 3, 4)
+    default = resolve(info, gate="preloop")
+    assert (default.exit_threshold, default.min_loops) == (0.9, 2)
+
+
 def test_fixed_and_replay() -> None:
     fixed = resolve(num_loops=1)
     assert (fixed.gate, fixed.min_loops, fixed.max_loops) == (Gate.FIXED, 1, 1)
