@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from depthbatch.frontend.output import RequestOutput
     from depthbatch.frontend.params import SamplingParams
 
-HAZARD_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+HAZARD_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99, 0.995, 0.999)
 CONVERGENCE_THRESHOLDS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)
-QUICK_THRESHOLDS = {False: (0.2, 0.5, 0.8), True: (0.5, 0.2, 0.07)}  # by whether the gate is a convergence test
+QUICK_THRESHOLDS = {False: (0.5, 0.9, 0.97), True: (0.5, 0.2, 0.07)}  # by whether the gate is a convergence test
 EXAMPLES, QUICK_EXAMPLES = 600, 90
 CLASS_SLACK = 0.01  # by_class shows the shallowest setting that loses at most this much accuracy
 Report = dict[str, Any]
@@ -121,7 +121,7 @@ def gate_settings(info: EngineInfo, quick: bool) -> list[Setting]:
     """Every threshold of every gate the engine has; where DELAYED is the convergence test it is tried once."""
     converges = Gate.CONVERGENCE in info.gates
     thresholds = CONVERGENCE_THRESHOLDS if converges else HAZARD_THRESHOLDS
-    gates = [gate for gate in info.gates if gate.decides_on_device or gate is Gate.PRELOOP]
+    gates = [gate for gate in info.gates if gate.takes_threshold]
     return [
         Setting(gate, threshold)
         for gate in gates

@@ -97,6 +97,6 @@ def _distributions(ax: "Axes", plt: Any, bars: Sequence[tuple[str, Mapping[int, 
             ax.bar(names, shares, bottom=bottom, color=colour, label=str(depth))
             bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     ax.set_ylabel("decode tokens (%)")
-    ax.tick_params(axis="x", labelsize=8)
+    ax.tick_params(axis="x", labelsize=8, rotation=45 if len(bars) > 8 else 0)
     if bars:
         ax.legend(title="depth", fontsize=7, title_fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -152,7 +152,7 @@ def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert [row["depth"] for row in report["by_fixed_depth"]] == [1, 2, 3, 4]
     assert report["by_fixed_depth"][0]["accuracy"] < report["full_depth_accuracy"] - 0.3
     assert report["by_fixed_depth"][-1]["accuracy"] == report["full_depth_accuracy"]
-    decoded = {sum(row["histogram"].values()) for row in report["by_threshold"] if row["threshold"] == 0.8}
+    decoded = {sum(row["histogram"].values()) for row in report["by_threshold"] if row["threshold"] == 0.9}
     assert decoded and min(decoded) >= 24  # at least the end marker of every answer
     assert {row["gate"] for row in report["by_threshold"]} >= {"own", "delayed"}
     assert [(r["layout"], r["max_loops"]) for r in report["by_layout"]] == [("last_exited", 4), ("single", 2)]
