@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adverse_accelerator import AdverseAccelerator
-from cuda.test_overlapped import serve
 from depthbatch.common.messages import RequestParams, Submit, Variant
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.grammar import grammar_text
@@ -22,6 +21,7 @@ from depthbatch.worker.overlapped import OverlappedRunner
 from engine.lockstep import Answer, LockstepEngine
 from engine.oracle import OURO, prompts_of
 from engine.test_lockstep import engine
+from overlapped_serving import serve
 from tokenizers import Tokenizer
 
 EOS = (0, 2)
