@@ -95,7 +95,7 @@ BAD_OPTIONS: list[tuple[tuple[str, ...], str]] = [
 
 
 def check_refused(process: "subprocess.Popen[str]", pattern: str, family: Family, tmp_path: Path) -> None:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     errors = [line for line in err.splitlines() if "error" in line]
     assert process.returncode == 2, err
     assert len(errors) == 1 and errors[0] == err.splitlines()[-1], err
@@ -134,12 +134,12 @@ def test_bad_option(words: tuple[str, ...], pattern: str, family: Family, tmp_pa
 def test_generate(family: Family, tmp_path: Path) -> None:
     """JSON lines with a depth a token, and the streamed form of the same; the start says what fits."""
     words = ("generate", "demo", "-p", "12+30=", "-p", "say hi=", "--max-tokens", "6", "--ignore-eos", *SMALL)
-    out, err = family.start(*words, "--json").communicate(timeout=60)
+    out, err = family.start(*words, "--json").communicate(timeout=180)
     first, second = map(json.loads, out.splitlines())
     assert (first["prompt"], second["prompt"]) == ("12+30=", "say hi=")
     assert len(first["token_ids"]) == len(first["exit_depths"]) == 6 and first["finish_reason"] == "length"
     assert re.search(r"KiB of KV per token \(\w+\), 1024 tokens fit", err)
-    out, _ = family.start(*words).communicate(timeout=60)
+    out, _ = family.start(*words).communicate(timeout=180)
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == ["12+30=", "say"]
     for line, expected in zip(lines, (first, second), strict=True):
@@ -149,7 +149,7 @@ def test_generate(family: Family, tmp_path: Path) -> None:
 
 
 def test_info(family: Family) -> None:
-    out, _ = family.start("info", str(OURO), "--kv-blocks", "10").communicate(timeout=60)
+    out, _ = family.start("info", str(OURO), "--kv-blocks", "10").communicate(timeout=180)
     assert re.search(r"last_exited \* +6\.0 +160\n", out)
     assert re.search(r"single +1\.5 +160\n", out)
     assert "0-3-0" in out and "1 to 4 loops" in out
@@ -173,7 +173,7 @@ def test_signal_ends_generate(number: signal.Signals, code: int, family: Family,
     wait_for_line(process, "tokens fit")
     assert len(family.alive()) == 3
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == code
     assert not family.alive() and not run_dirs(tmp_path)
 
@@ -185,7 +185,7 @@ def test_signal_while_loading(family: Family, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 143
     assert not family.alive() and not run_dirs(tmp_path)
 
