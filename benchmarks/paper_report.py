@@ -49,7 +49,11 @@ _HEAD = """# Ours against the paper's figures
 
 Made by `python -m depthbatch.benchmarks.paper_report`. Virtual time on the shipped device profiles (estimates of an H100, see
 `benchmarks/profiles/`), generated workloads and exit distributions (estimates, see `benchmarks/workloads.py`): ratios
-can be compared, absolute times not. Default K: 1 for Ouro, W/4 for Huginn. `auto` is ours alone."""
+can be compared, absolute times not. Default K: 1 for Ouro, W/4 for Huginn. `auto` is ours alone.
+
+Known differences: at full depth virtual time has no message costs, so CDB equals CB where the paper has 0.95 to 0.99; the
+share of prefill follows from prefill at 500 TFLOP/s and is lower than the paper's for Ouro; serving replays 400 requests,
+not ten minutes, so latencies beyond saturation are lower than a longer run's."""
 
 
 def _sweep(path: Path, out: Path, fresh: bool) -> str:

@@ -99,27 +99,49 @@ def run_setting(profile: DeviceProfile, workload: Workload, policy: str, w: int,
     return simulate(workload, profile, SchedulerConfig.resolve(options, info), progress=False)
 
 
-def run_cell(cell: Cell, profile: DeviceProfile, exits: dict[int, float], seed: int = 0) -> dict[str, Any]:
-    """All settings of a cell; throughputs in tokens/s."""
+def cell_workload(cell: Cell, profile: DeviceProfile, exits: dict[int, float]) -> Workload:
+    """The requests of a cell, seed 0."""
     requests = max(MIN_OUTPUT_TOKENS // _MEAN_OUTPUT[cell.workload], REQUESTS_PER_SLOT * cell.w)
-    workload = load_workload(cell.workload, requests, exits, profile.r_max, seed)
+    return load_workload(cell.workload, requests, exits, profile.r_max)
+
+
+def run_cell(cell: Cell, profile: DeviceProfile, exits: dict[int, float]) -> dict[str, Any]:
+    """All settings of a cell; throughputs in tokens/s."""
+    workload = cell_workload(cell, profile, exits)
     fixed = {}
     for k in sorted({1, *(max(1, round(share * cell.w)) for share in SHARES_OF_W)}):
-        fixed[f"refill K={k}"] = run_setting(profile, workload, "refill", cell.w, k)
-    fixed["no-refill"] = run_setting(profile, workload, "no-refill", cell.w)
+        fixed[f"refill K={k}"] = run_setting(profile, workload, "refill", cell.w, k).tokens_per_s
+    fixed["no-refill"] = run_setting(profile, workload, "no-refill", cell.w).tokens_per_s
+    rounded = {name: round(value, 2) for name, value in fixed.items()}
+    line = cell._asdict() | {"requests": len(workload.requests), "fixed": rounded}
+    return line | run_auto(cell, profile, workload, rounded)
+
+
+def run_auto(cell: Cell, profile: DeviceProfile, workload: Workload, fixed: dict[str, float]) -> dict[str, Any]:
+    """What ``auto`` comes to beside the fixed settings of its cell."""
     auto = run_setting(profile, workload, "auto", cell.w)
-    best = max(fixed, key=lambda name: fixed[name].tokens_per_s)
-    plain = max(fixed[f"refill K={max(1, round(cell.w / 4))}"].tokens_per_s, fixed["no-refill"].tokens_per_s)
-    return cell._asdict() | {
-        "requests": requests,
-        "fixed": {name: round(run.tokens_per_s, 2) for name, run in fixed.items()},
+    best = max(fixed, key=lambda name: fixed[name])
+    plain = max(fixed[f"refill K={max(1, round(cell.w / 4))}"], fixed["no-refill"])
+    return {
         "auto": round(auto.tokens_per_s, 2),
         "best": best,
-        "auto_vs_best": round(auto.tokens_per_s / fixed[best].tokens_per_s, 4),
+        "auto_vs_best": round(auto.tokens_per_s / fixed[best], 4),
         "auto_vs_plain": round(auto.tokens_per_s / plain, 4),
         "prefill_share": round(auto.busy_s["prefill"] / auto.duration_s, 3),
         "auto_us": [round(float(us), 1) for us in np.percentile(auto.scheduler_us, (50, 99))],
     }
+
+
+def run_auto_again(source: Path, target: Path, profiles: dict[str, DeviceProfile]) -> None:
+    """Cells of a file with ``auto`` as it is now; fixed settings do not depend on it and are kept."""
+    for line in map(json.loads, source.read_text().splitlines()):
+        cell = Cell(*(line[key] for key in Cell._fields))
+        profile = profiles[cell.profile]
+        workload = cell_workload(cell, profile, exit_distributions(profile)[cell.exits])
+        again = run_auto(cell, profile, workload, line["fixed"])
+        print(*cell, line["auto_vs_best"], "->", again["auto_vs_best"], file=sys.stderr, flush=True)
+        with target.open("a") as file:
+            file.write(json.dumps(line | again) + "\n")
 
 
 def cells(profiles: dict[str, DeviceProfile], widths: Sequence[int], workloads: Sequence[str]) -> Iterator[Cell]:
@@ -182,8 +204,13 @@ def main() -> int:
     parser.add_argument(
         "--summary", type=Path, default=None, metavar="FILE.jsonl", help="only print the tables of a file"
     )
+    parser.add_argument(
+        "--again", type=Path, default=None, metavar="FILE.jsonl", help="run only auto, in that file's cells"
+    )
     args = parser.parse_args()
-    if args.summary is None:
+    if args.again is not None:
+        run_auto_again(args.again, args.output, find_profiles(args.random_profiles))
+    elif args.summary is None:
         profiles = find_profiles(args.random_profiles)
         chosen = {name: p for name, p in profiles.items() if args.profile is None or args.profile in name}
         run_grid(args.output, chosen, args.widths, args.workloads)
