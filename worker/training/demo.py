@@ -2,7 +2,7 @@
 
 `demo` (Ouro): a warm-up on partial answers; stage I trains everything on the expected loss; stage II
 trains the gate alone on the frozen model; then the lookahead and pre-loop gates are distilled.
-`demo-huginn`: the same warm-up, then final answers only; random loop counts throughout.
+`demo-huginn`: the same warm-up at one to four loops, then final answers at random loop counts.
 """
 
 import random
@@ -109,7 +109,11 @@ def train_demo_huginn(config: RunConfig, directory: Path) -> HuginnTrainer:
     warmup = int(WARMUP_SHARE * config.steps)
 
     def objective(batch: Batch, step: int) -> torch.Tensor:
-        loops = sample_loops(random.Random(f"loops-{config.seed}-{step}"), HUGINN.mean_recurrence, HUGINN_MOST_LOOPS)
+        rng = random.Random(f"loops-{config.seed}-{step}")
+        if step < warmup:
+            loops = rng.randint(1, HUGINN_GRADIENT_LOOPS)
+        else:
+            loops = sample_loops(rng, HUGINN.mean_recurrence, HUGINN_MOST_LOOPS)
         noise = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         return random_depth_loss(model, batch, loops, noise, HUGINN_GRADIENT_LOOPS, step < warmup)
 
