@@ -8,11 +8,13 @@ import gc
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
+import numpy as np
 import zmq
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError
@@ -44,6 +46,7 @@ from depthbatch.scheduler.stage_trace import StageTrace
 from depthbatch.scheduler.worker_peer import WorkerPeer
 
 HEARTBEAT_S = 0.5
+STAGES_REMEMBERED = 4096
 VERBS = ("receive", "complete", "schedule", "dispatch", "publish")
 
 log = get_logger("scheduler")
@@ -77,6 +80,8 @@ class SchedulerProcess:
         self._poller.register(self.frontends.link.socket, zmq.POLLIN)
         self._poller.register(self.worker.link.socket, zmq.POLLIN)
         self._verb_seconds = dict.fromkeys(VERBS, 0.0)
+        self._stage_us: deque[float] = deque(maxlen=STAGES_REMEMBERED)  # complete, schedule and dispatch, by stage
+        self._spent_s = 0.0  # in those verbs, up to the last stage
         self._next_heartbeat_s = 0.0
         self._last_progress_s = time.monotonic()
         self._draining = False
@@ -128,6 +133,9 @@ class SchedulerProcess:
         """Hands a stage to the worker. If that has gone, its successor's WorkerReady brings the work back."""
         with self._timed("dispatch"):
             self.worker.send(stage)
+        spent_s = sum(self._verb_seconds[verb] for verb in ("complete", "schedule", "dispatch"))
+        self._stage_us.append(1e6 * (spent_s - self._spent_s))
+        self._spent_s = spent_s
 
     def publish(self, events: list[TokenEvent]) -> None:
         """Tokens to their frontends, and a heartbeat when one is due."""
@@ -232,6 +240,9 @@ class SchedulerProcess:
         """Counters and gauges of the core, this process and the worker, under the names of interfaces.md."""
         values = self.core.stats() if self.core is not None else {}
         values |= {f'scheduler_stage_seconds_total{{verb="{verb}"}}': s for verb, s in self._verb_seconds.items()}
+        for quantile in (50, 99) if self._stage_us else ():
+            value = float(np.percentile(self._stage_us, quantile))
+            values[f'scheduler_us_per_stage{{quantile="0.{quantile}"}}'] = value
         values |= self.worker.stats()
         values["decode_errors_total"] = self.frontends.link.decode_errors + self.worker.link.decode_errors
         return values

@@ -107,3 +107,5 @@ def test_real_processes_on_a_simulated_device(tmp_path: Path) -> None:
     assert records[1]["s_dec"] == pytest.approx((2 + 12) / (2 + 6))
     assert records[0]["relative_to_cb"] == records[0]["realized"] == 1.0
     assert all(record["tokens_per_s"] > 0 and record["duration_s"] > 0 for record in records)
+    for record in records:  # measured in the scheduler process
+        assert 0 < record["scheduler_us_per_stage"]["p50"] <= record["scheduler_us_per_stage"]["p99"]
