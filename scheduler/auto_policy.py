@@ -20,6 +20,7 @@ beyond the next core step are not looked at, although a replayed request would g
 import numpy as np
 from depthbatch.common.frames import Stage
 from depthbatch.scheduler.coda_timing import Tournament, defer, first_guess
+from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.cost_model import StageCosts
 from depthbatch.scheduler.exit_forecast import ExitForecast
 from depthbatch.scheduler.inflight import InFlightStep
@@ -40,15 +41,16 @@ class AutoPolicy:
     full_depth = False
     learns = True
 
-    def __init__(self, width: int, r_max: int, max_batched_tokens: int, min_free_slots: int) -> None:
-        self._width = width
-        self._max_batched_tokens = max_batched_tokens
+    def __init__(self, config: SchedulerConfig) -> None:
+        width = config.max_num_seqs
+        self._bucket_of = bucket_table(config.buckets, width)
+        self._max_batched_tokens = config.max_num_batched_tokens
         self.costs = StageCosts()
-        self.forecast = ExitForecast(width, r_max)
-        self.tournament = Tournament(width, self.forecast)
+        self.forecast = ExitForecast(width, config.r_max)
+        self.tournament = Tournament(width, self.forecast, self._bucket_of)
         self._flow = _Flow(width)
         self.theta = 0.0  # row-places, the price of serving one token
-        self.min_free_slots = min_free_slots  # S in force
+        self.min_free_slots = config.min_free_slots  # S in force
         self._core_steps = 0
         self._core_s = 0.0  # of the latest core step
         self._credit_s = 0.0  # time that rounds of the tournament may take
@@ -74,7 +76,8 @@ class AutoPolicy:
         price of a message per stage gets into the decision where stages are not queued ahead."""
         waited_since_s = start_s if step.after_no_work or self._last_end_s is None else self._last_end_s
         self._last_end_s = end_s
-        self.costs.add(step.stage, step.slots.size, step.tokens, end_s - waited_since_s)
+        rows = step.slots.size
+        self.costs.add(step.stage, rows, self._bucket_of[rows], step.tokens, end_s - waited_since_s)
         self._flow.add(step)
         if step.stage is Stage.CORE:
             self._core_s = end_s - start_s
@@ -106,10 +109,11 @@ class AutoPolicy:
         self.costs.refit()
         self.forecast.refresh()
         self.tournament.refresh()
-        core, boundary = self.costs.core_delta, self.costs.boundary_delta
-        if core is None or boundary is None:
+        costs = self.costs.decode
+        if costs is None:
             return
-        best = self.tournament.best(core, boundary)
+        core, boundary = costs.core_delta, costs.boundary_delta
+        best = self.tournament.best(costs)
         self.theta = first_guess(core, boundary, self.forecast.mean_depth) if best is None else best
         if self.costs.prefill_delta is not None:
             batch = self._flow.prefill_batch(core, boundary, self.costs.prefill_delta, self._max_batched_tokens)

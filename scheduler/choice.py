@@ -15,5 +15,5 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case "refill":
             return Refill(config.min_coda_batch)
         case "auto":
-            return AutoPolicy(config.max_num_seqs, config.r_max, config.max_num_batched_tokens, config.min_free_slots)
+            return AutoPolicy(config)
     raise ValueError(f"unknown policy {config.policy}")

@@ -5,6 +5,8 @@ only fixed costs depend on it: the time per token that order can change is
 
     (core steps * delta_core + codas * (delta_coda + delta_prelude)) / tokens.
 
+(Where a stage's time follows its bucket rather than its rows, the padded rows of core and coda are counted with it.)
+
 A core step that runs while c rows wait wastes c of its row-places; a coda serves all that wait for one fixed price.
 Once a price theta (in row-places) is put on the service of one token, each coda is an optimal stopping problem: with c
 rows waiting and A_s rows expected to exit within the next s core steps (A_1 is known, lookahead; the rest follows
@@ -25,9 +27,12 @@ k = 1 (theta = 0) is better than k = 2 when boundary_delta / delta_core * depth 
 Knows neither the scheduler nor the device; times are seconds.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from depthbatch.common.frames import Int32Array
+from depthbatch.scheduler.cost_model import DecodeCosts
 from depthbatch.scheduler.exit_forecast import ExitForecast
 
 FloatArray = npt.NDArray[np.float64]
@@ -66,9 +71,12 @@ class Tournament:
     depend on stage costs; those are applied when the best theta is asked for.
     """
 
-    def __init__(self, width: int, forecast: ExitForecast) -> None:
+    def __init__(self, width: int, forecast: ExitForecast, bucket_of: Sequence[int] | None = None) -> None:
+        """``bucket_of`` [W + 1]: padded rows by rows; None = no padding."""
         self._forecast = forecast
         self._rows = min(width, 32)
+        sizes = [round(rows * width / self._rows) for rows in range(self._rows + 1)]  # at the real width
+        self._padded = np.array([bucket_of[size] if bucket_of and size else size for size in sizes])
         self._keep = 1.0 - self._rows / _MEMORY_ROW_STEPS
         n = len(THETAS)
         self._theta = np.array(THETAS)[:, None]
@@ -77,7 +85,7 @@ class Tournament:
         self._visits = np.zeros((n, self._rows), np.int64)
         self._offset = (np.arange(n) * (forecast.r_max + 1))[:, None]
         self._step = np.arange(1.0, forecast.r_max + 1.0)
-        self._counts = np.zeros((3, n))  # core steps, codas, tokens, with forgetting
+        self._counts = np.zeros((5, n))  # core steps, codas, tokens, padded rows of core and of coda, with forgetting
         self._depths: Int32Array | None = None
         self._tokens_known = 0
         self.steps = 0
@@ -108,6 +116,8 @@ class Tournament:
         counts[0] += 1.0
         counts[1] += go
         counts[2] += waiting * go
+        counts[3] += self._padded[running.sum(axis=1)]
+        counts[4] += self._padded[waiting] * go
         self.steps += 1
 
     @property
@@ -115,18 +125,19 @@ class Tournament:
         """True when enough has been played for a verdict."""
         return self.steps * self._rows >= _MIN_ROW_STEPS
 
-    def best(self, core_delta: float, boundary_delta: float) -> float | None:
-        """theta of the least fixed cost per token, None before enough has been played."""
+    def best(self, costs: DecodeCosts) -> float | None:
+        """theta of the least cost per token that order can change, None before enough has been played."""
         if not self.settled:
             return None
-        core_steps, codas, tokens = self._counts
-        cost = (core_steps * core_delta + codas * boundary_delta) / np.maximum(tokens, 1e-9)
-        return THETAS[int(np.argmin(cost))]
+        core_steps, codas, tokens, core_padded, coda_padded = self._counts
+        spent = core_steps * costs.core_delta + core_padded * costs.core_padded
+        spent += codas * costs.boundary_delta + coda_padded * costs.boundary_padded
+        return THETAS[int(np.argmin(spent / np.maximum(tokens, 1e-9)))]
 
     @property
     def counts(self) -> FloatArray:
         """[3, candidates]: core steps, codas, tokens."""
-        return self._counts
+        return self._counts[:3]
 
     def _defers(self, waiting: npt.NDArray[np.int64], informed: bool) -> npt.NDArray[np.bool_]:
         left, n = self._left, len(THETAS)

@@ -128,3 +128,14 @@ def _option(name: str) -> str:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+def bucket_table(buckets: tuple[int, ...], width: int) -> list[int]:
+    """[width + 1]: the smallest bucket that holds so many rows."""
+    table, larger = [], iter(buckets)
+    bucket = next(larger)
+    for rows in range(width + 1):
+        while rows > bucket:
+            bucket = next(larger)
+        table.append(bucket)
+    return table

@@ -14,7 +14,7 @@ from depthbatch.common.messages import Rejected, StageBatch, StageResult, Submit
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.assembly import ScheduledStage, decode_frame, prefill_frame, slot_param_frame
 from depthbatch.scheduler.choice import make_policy
-from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.extras import Targets, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
@@ -39,7 +39,7 @@ class Scheduler:
         self._view = _View(self.admission, self._in_flight)
         self._events: list[TokenEvent] = []  # terminal events that no result brings
         self._unsettled: dict[int, Request] = {}  # preempted while tokens were in flight
-        self._bucket_of = _bucket_table(config)
+        self._bucket_of = bucket_table(config.buckets, config.max_num_seqs)
         self._next_step_id = 1
         self._arrivals = 0
         self._nothing_ran = True
@@ -470,14 +470,3 @@ class _View:
 
     def next_exits(self) -> int:
         return self._rows.next_exits()
-
-
-def _bucket_table(config: SchedulerConfig) -> list[int]:
-    """Smallest bucket by row count."""
-    table, buckets = [], iter(config.buckets)
-    bucket = next(buckets)
-    for rows in range(config.max_num_seqs + 1):
-        while rows > bucket:
-            bucket = next(buckets)
-        table.append(bucket)
-    return table

@@ -1,5 +1,7 @@
 """What stages cost on this device, fitted online from stage times: t = delta + slopes . work (scheduling.md, cost model).
 
+Decode stages run in buckets, so part of their time may follow the padded rows instead of the real ones: both are work.
+
 Exponentially forgotten least squares over a handful of sums, so that a sample costs about a microsecond and memory is
 constant. Knows nothing of schedules. Before the work of a stage has varied, delta and slopes cannot be told apart; a
 weak prior then splits the time in halves, and fades as soon as the samples say more.
@@ -7,6 +9,7 @@ weak prior then splits the time in halves, and fades as soon as the samples say 
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +28,10 @@ _MOST_NOTED = 4096
 class LinearFit:
     """t = delta + sum_i slope_i x_i with delta, slopes >= 0. Samples are only noted; ``solve`` takes them in."""
 
-    def __init__(self, num_slopes: int) -> None:
+    def __init__(self, num_slopes: int, padded: bool = False) -> None:
+        """``padded``: the last work is padded rows; as long as they never varied, delta has their share."""
         n = num_slopes + 1
+        self._padded = padded
         self._xx = np.zeros((n, n))
         self._xy = np.zeros(n)
         self._noted: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)  # 1, work ..., seconds
@@ -43,7 +48,7 @@ class LinearFit:
         if self.samples < _MIN_SAMPLES:
             return None
         xx, xy = self._with_prior()
-        keep = list(range(xy.size))
+        keep = list(range(xy.size - 1 if self._padded and self._last_is_constant() else xy.size))
         while True:
             solution = np.linalg.solve(xx[np.ix_(keep, keep)], xy[keep])
             worst = int(np.argmin(solution))
@@ -54,6 +59,11 @@ class LinearFit:
         coefficients[keep] = np.maximum(solution, 0.0)
         self._coefficients = coefficients.tolist()
         return self._coefficients[0]
+
+    def _last_is_constant(self) -> bool:
+        mean = self._xx[0, -1] / self._xx[0, 0]
+        square = self._xx[-1, -1] / self._xx[0, 0]
+        return bool(square - mean * mean <= 1e-9 * square)
 
     def _take_in(self) -> None:
         """Adds the noted samples to the sums, with Huber's weights against the last fit."""
@@ -106,30 +116,45 @@ def _first_fit(x: FloatArray, seconds: FloatArray) -> FloatArray:
     return expected
 
 
+class DecodeCosts(NamedTuple):
+    """What of core steps and of coda + prelude depends on the order of stages, in seconds."""
+
+    core_delta: float
+    core_padded: float  # a padded row
+    boundary_delta: float
+    boundary_padded: float
+
+
 class StageCosts:
-    """Fits of all stages. Work: core = (rows, context tokens), coda and prelude = (rows,), prefill = (tokens,)."""
+    """Fits of all stages. Work: core = (rows, context tokens, padded rows), coda and prelude = (rows, padded rows),
+    prefill = (tokens,)."""
 
     def __init__(self) -> None:
         self._fits = {
-            Stage.CORE: LinearFit(2),
-            Stage.CODA: LinearFit(1),
-            Stage.PRELUDE: LinearFit(1),
+            Stage.CORE: LinearFit(3, padded=True),
+            Stage.CODA: LinearFit(2, padded=True),
+            Stage.PRELUDE: LinearFit(2, padded=True),
             Stage.PREFILL: LinearFit(1),
         }
-        self.core_delta: float | None = None  # seconds, None: not known yet
-        self.boundary_delta: float | None = None  # coda + prelude
-        self.prefill_delta: float | None = None
+        self.decode: DecodeCosts | None = None  # None: not known yet
+        self.prefill_delta: float | None = None  # seconds
 
-    def add(self, stage: Stage, rows: int, tokens: int, seconds: float) -> None:
+    def add(self, stage: Stage, rows: int, padded: int, tokens: int, seconds: float) -> None:
         """One retired stage; ``tokens`` are context tokens (core) or prompt tokens (prefill)."""
-        if stage is Stage.CORE:
-            self._fits[stage].add((rows, tokens), seconds)
-        else:
-            self._fits[stage].add((tokens if stage is Stage.PREFILL else rows,), seconds)
+        match stage:
+            case Stage.CORE:
+                self._fits[stage].add((rows, tokens, padded), seconds)
+            case Stage.PREFILL:
+                self._fits[stage].add((tokens,), seconds)
+            case _:
+                self._fits[stage].add((rows, padded), seconds)
 
     def refit(self) -> None:
         """Solves all fits anew."""
-        self.core_delta = self._fits[Stage.CORE].solve()
-        self.prefill_delta = self._fits[Stage.PREFILL].solve()
-        coda, prelude = self._fits[Stage.CODA].solve(), self._fits[Stage.PRELUDE].solve()
-        self.boundary_delta = None if coda is None or prelude is None else coda + prelude
+        for fit in self._fits.values():
+            fit.solve()
+        prefill = self._fits[Stage.PREFILL].coefficients
+        self.prefill_delta = None if prefill is None else prefill[0]
+        core, coda, prelude = (self._fits[stage].coefficients for stage in (Stage.CORE, Stage.CODA, Stage.PRELUDE))
+        if core is not None and coda is not None and prelude is not None:
+            self.decode = DecodeCosts(core[0], core[-1], coda[0] + prelude[0], coda[-1] + prelude[-1])

@@ -104,7 +104,35 @@ def test_costs_that_never_varied_are_split_by_the_prior() -> None:
     """With one batch size only, delta cannot be known; it must come out between 0 and the whole, never negative or huge."""
     costs = StageCosts()
     for _ in range(50):
-        costs.add(Stage.CORE, 64, 10_000, 0.01)
+        costs.add(Stage.CORE, 64, 64, 10_000, 0.01)
+        costs.add(Stage.CODA, 64, 64, 0, 0.002)
     costs.refit()
-    assert costs.core_delta is not None and 0.0 <= costs.core_delta <= 0.01
-    assert costs.boundary_delta is None and costs.prefill_delta is None
+    assert costs.decode is None and costs.prefill_delta is None  # no prelude, no prefill yet
+    costs.add(Stage.PRELUDE, 64, 64, 0, 0.001)
+    costs.refit()
+    assert costs.decode is None  # one sample says nothing
+    for _ in range(5):
+        costs.add(Stage.PRELUDE, 64, 64, 0, 0.001)
+    costs.refit()
+    assert costs.decode is not None and 0.0 <= costs.decode.core_delta <= 0.01
+    assert 0.0 <= costs.decode.boundary_delta <= 0.003
+
+
+def test_padded_rows_are_told_from_rows() -> None:
+    """Time that follows the bucket (what CPU and CUDA graphs do), and time that follows the rows (what a profile says)."""
+    for slope_rows, slope_padded in ((0.0, 2e-4), (2e-4, 0.0)):
+        fit = LinearFit(2, padded=True)
+        for rows in range(1, 65):
+            padded = next(bucket for bucket in (1, 2, 4, 8, 16, 32, 64) if bucket >= rows)
+            fit.add((rows, padded), 1e-3 + slope_rows * rows + slope_padded * padded)
+        fit.solve()
+        assert fit.coefficients == pytest.approx([1e-3, slope_rows, slope_padded], rel=0.1, abs=2e-6)
+
+
+def test_one_bucket_leaves_its_share_to_delta() -> None:
+    """Padded rows that never vary cannot be told from a fixed cost; splitting them would halve delta."""
+    fit = LinearFit(2, padded=True)
+    for rows in range(1, 65):
+        fit.add((rows, 64), 1e-3 + 1e-5 * rows)
+    assert fit.solve() == pytest.approx(1e-3, rel=0.02)
+    assert fit.coefficients is not None and fit.coefficients[-1] == 0.0

@@ -6,6 +6,8 @@ from functools import cache
 import numpy as np
 import pytest
 from depthbatch.scheduler.coda_timing import THETAS, Tournament, defer, first_guess
+from depthbatch.scheduler.config import bucket_table
+from depthbatch.scheduler.cost_model import DecodeCosts
 from depthbatch.scheduler.exit_forecast import ExitForecast
 from policy.steady_state import Instance, Model, State
 
@@ -83,7 +85,7 @@ def test_tournament_picks_a_good_theta(width: int, weights: tuple[float, ...], b
     tournament.refresh()
     for _ in range(12_000):
         tournament.play(informed=True)
-    theta = tournament.best(1.0, boundary)
+    theta = tournament.best(DecodeCosts(1.0, 0.0, boundary, 0.0))
     optimum, costs = solved(width, weights, boundary)
     assert theta is not None and costs[THETAS.index(theta)] <= 1.015 * optimum
 
@@ -117,3 +119,17 @@ def test_rule_by_hand() -> None:
 def test_first_guess_is_the_order_quantity() -> None:
     assert first_guess(1.0, 0.07, 2.6) == 0.0
     assert first_guess(2.3, 2.75, 10.0) == pytest.approx(np.sqrt(2 * 2.75 / 2.3 * 10))
+
+
+def test_padding_changes_the_choice() -> None:
+    """A core step whose time follows its bucket: with one bucket of 16 it costs the same for 9 rows as for 16, so waiting
+    saves nothing and boundary stages are paid in vain; with fine buckets shrunk batches are cheap, and waiting pays."""
+    choices = []
+    for buckets in ((16,), tuple(range(1, 17))):
+        bucket_of = bucket_table(buckets, 16)
+        tournament = Tournament(16, known_forecast(16, OURO), bucket_of)
+        tournament.refresh()
+        for _ in range(1_500):
+            tournament.play(informed=True)
+        choices.append(tournament.best(DecodeCosts(0.1, 0.1, 0.1, 0.0)))
+    assert choices[0] == 0.0 < choices[1]  # type: ignore[operator]
