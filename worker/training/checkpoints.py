@@ -81,6 +81,7 @@ def export(model: OuroTrainer | HuginnTrainer, directory: Path) -> None:
     tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
     partial = directory / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # the library writes 0600, which another user of an installed package cannot read
     os.replace(partial, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     save_tokenizer(directory, positions)

@@ -197,6 +197,7 @@ def save_gate(fit: GateFit, kind: str, path: Path) -> None:
     partial = path.with_name(path.name + ".partial")
     tensors = {"weight": fit.weight.contiguous(), "bias": fit.bias.contiguous()}
     save_file(tensors, partial, metadata={"format": "pt", "kind": kind})
+    partial.chmod(0o644)
     os.replace(partial, path)
 
 

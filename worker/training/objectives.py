@@ -105,17 +105,17 @@ def random_depth_loss(
     gradient_loops: int,
     by_lookups: bool = False,
 ) -> Tensor:
-    """Huginn: summed cross-entropy after `loops` steps from a random state; a scalar.
+    """Huginn: summed cross-entropy after `loops` steps, from a random state but for the warm-up; a scalar.
 
     Args:
         model: the model.
         batch: the batch.
         loops: core steps R of this step.
-        generator: draws the initial state.
+        generator: draws the initial state; not used in the warm-up.
         gradient_loops: backpropagate through the last so many steps only.
-        by_lookups: warm-up; after R steps the target is the answer after R look-ups.
+        by_lookups: warm-up; from the zero state, after R steps the target is the answer after R look-ups.
     """
-    state = initial_state((*batch.ids.shape, model.size.n_embd), generator)
+    state = None if by_lookups else initial_state((*batch.ids.shape, model.size.n_embd), generator)
     final = model(batch.ids, loops, state, gradient_loops).states[-1]
     chosen = batch.targets != IGNORED
     targets = batch.partial[min(loops, len(batch.partial)) - 1] if by_lookups else batch.targets

@@ -20,6 +20,7 @@ from tqdm import tqdm
 WARMUP_STEPS = 100
 DECAY_SHARE = 0.35
 MUON_LR, ADAM_LR = 0.02, 3e-3
+TIED_LR = 5e-4  # Huginn multiplies its embedding by sqrt(D), and each step with it
 WEIGHT_DECAY = 0.01
 GRADIENT_CLIP = 1.0
 
@@ -56,12 +57,20 @@ def build_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms, gate and biases."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
+    tied: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        inner = parameter.dim() == 2 and not any(s in name for s in ("embed_tokens", "lm_head", "wte", "gate.w"))
-        (matrices if inner else others).append(parameter)
-    adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
+        if name.endswith("wte.weight"):
+            tied.append(parameter)
+        elif parameter.dim() == 2 and not any(part in name for part in ("embed_tokens", "lm_head", "gate.w")):
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    groups = [{"params": others, "lr": ADAM_LR}]
+    if tied:
+        groups.append({"params": tied, "lr": TIED_LR})
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
     if not matrices:
         return [adam]
     return [torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=WEIGHT_DECAY), adam]
