@@ -4,7 +4,8 @@ Nothing here blocks but ``wait`` and ``close``, and there is no thread: ``descri
 handles whatever has come. LLM drives it with ``wait``, AsyncEngine from its event loop. It keeps, of every live
 request, the prompt and the tokens received, so that any process may die: a dead worker is started again (the
 scheduler rebuilds its sequences); a dead scheduler is started again with a fresh worker, and every live request is
-resubmitted with its tokens. Draws depend on (seed, position) alone, so the continuation is the same.
+resubmitted with its tokens. Draws depend on (seed, position) alone, so at full
+depth the continuation is the same; where tokens left early, the rebuilt K/V are those of full depth.
 """
 
 import atexit
