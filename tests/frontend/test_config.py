@@ -22,7 +22,7 @@ OTHER: dict[str, Any] = {
     "max_num_seqs": 7, "max_num_batched_tokens": 99, "min_free_slots": 3, "min_coda_batch": 2, "kv_headroom": 0.25,
     "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
-    "async_scheduling": "lookahead", "threads": 1, "seed": 5,
+    "async_scheduling": "lookahead", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
 }  # fmt: skip
 
 
