@@ -82,7 +82,7 @@ def test_exactly_one_terminal_message(address: str) -> None:
         client.send(verb="abort", id="unknown")
         terminal: dict[int, int] = dict.fromkeys(range(60), 0)
         while min(terminal.values()) == 0:
-            message = client.receive(10)
+            message = client.receive()
             if message["type"] == "finished":
                 terminal[message["id"]] += 1
             elif message["type"] == "tokens":
@@ -152,3 +152,58 @@ def test_client_that_goes_away_frees_the_slot(address: str) -> None:
         observer.close()
 
     serve(address, body)
+
+
+def test_client_raises_an_error_that_names_no_request(address: str) -> None:
+    """Bug: an error with id nil (here a prompt that is no request) was dropped, so that the client waited 30 s for an
+    answer that had come at once. Without a limit, as here, it would never return."""
+
+    def body(address: str) -> None:
+        client = Client(address, timeout_s=None)
+        with pytest.raises(RuntimeError, match="prompt"):
+            list(client.generate([2.5], max_tokens=2))  # type: ignore[list-item]
+        with pytest.raises(RuntimeError, match="nonsense"):
+            client.ask("nonsense")
+        client.close()
+
+    assert serve(address, body) == 2
+
+
+def test_client_skips_late_answers(address: str) -> None:
+    """Bug: stats and health have no id, which was a KeyError when one came during a request."""
+
+    def body(address: str) -> None:
+        client = Client(address)
+        client.send(verb="health")
+        client.send(verb="stats")
+        assert list(client.generate([7], max_tokens=3))[-1]["finish_reason"] == "length"
+        client.close()
+
+    assert serve(address, body) == 0
+
+
+def test_client_that_gives_up_aborts(address: str) -> None:
+    """Bug: a closed iteration left its request running. The server says itself that it was aborted, not finished; and
+    a given up request's last messages do not disturb the next one."""
+
+    def body(address: str) -> None:
+        client = Client(address)
+        messages = client.generate([1], max_tokens=500)
+        next(messages)
+        messages.close()
+        assert until_terminal(client, 0)[-1]["finish_reason"] == "abort"
+        messages = client.generate([1], max_tokens=500)
+        next(messages)
+        messages.close()
+        assert list(client.generate([2], max_tokens=3))[-1]["finish_reason"] == "length"
+        client.close()
+
+    assert serve(address, body) == 0
+
+
+def test_client_waits_as_long_as_told(address: str) -> None:
+    """Bug: the limit was 30 s, whatever the caller needed. Nobody listens at the address; 0 s must not be 30 s."""
+    client = Client(address, timeout_s=0.0)
+    with pytest.raises(TimeoutError, match=r"0\.0 s"):
+        client.ask("health")
+    client.close()
