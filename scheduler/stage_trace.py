@@ -1,13 +1,17 @@
 """The schedule as data: one object a stage, in launch order (scheduling.md, Trace)."""
 
+import contextlib
 import json
 from typing import Any, TextIO
 
 import numpy as np
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_AUX, Stage
+from depthbatch.common.logging import get_logger
 from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.core import Scheduler
+
+log = get_logger("stage_trace")
 
 
 def describe_stage(stage: ScheduledStage, scheduler: Scheduler, exited_before: int) -> dict[str, Any]:
@@ -27,7 +31,8 @@ def describe_stage(stage: ScheduledStage, scheduler: Scheduler, exited_before: i
 
 class StageTrace:
     """Writes every dispatched stage to a file. Exits that a gate decides are known after a stage is dispatched, so for
-    such gates ``exits`` counts what was known then."""
+    such gates ``exits`` counts what was known then. A file that cannot be written any more (the disk is full) ends the
+    trace, with a warning, and nothing else."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -36,7 +41,14 @@ class StageTrace:
             raise ConfigError(f"stage-trace {path}: {error.strerror}") from None
 
     def write(self, stage: ScheduledStage, scheduler: Scheduler, exited_before: int) -> None:
-        self._file.write(json.dumps(describe_stage(stage, scheduler, exited_before)) + "\n")
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(describe_stage(stage, scheduler, exited_before)) + "\n")
+        except OSError as error:
+            log.warning("stage-trace %s ends here: %s", self._file.name, error.strerror)
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # it writes what is still buffered
+            self._file.close()

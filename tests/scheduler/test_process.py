@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,10 +160,10 @@ class FrontendProbe:
 class Engine:
     """A SchedulerProcess in a thread, its run directory and one frontend."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, options: EngineConfig = OPTIONS) -> None:
         self.run_dir = run_dir
         self.context = zmq.Context()
-        self.process = SchedulerProcess(self.context, str(run_dir), OPTIONS)
+        self.process = SchedulerProcess(self.context, str(run_dir), options)
         self.status: list[int] = []
         self.thread = threading.Thread(target=lambda: self.status.append(self.process.run()), daemon=True)
         self.thread.start()
@@ -370,3 +371,20 @@ def test_garbage_config_is_exit_code_2(run_dir: Path) -> None:
     command = [sys.executable, "-m", "depthbatch.scheduler", "--run-dir", str(run_dir), "--config"]
     done = subprocess.run([*command, json.dumps({"nonsense": 1})], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 2 and "nonsense" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_full_disk_ends_the_trace_only(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: a disk that fills up took the scheduler down with each stage it wrote. Every write to /dev/full fails as one
+    to a full disk does; the tokens come all the same, and one warning names the file."""
+    engine = Engine(run_dir, replace(OPTIONS, stage_trace="/dev/full"))
+    worker = FakeWorker(run_dir)
+    engine.frontend.until(lambda: engine.frontend.of(EngineReady))
+    engine.frontend.link.send(submit(1))
+    engine.frontend.until(engine.frontend.finished)
+    assert engine.frontend.tokens(1) == expected(submit(1))
+    engine.stop()
+    worker.thread.join(WAIT_S)
+    assert worker.stages > 1
+    assert [record.getMessage() for record in caplog.records if "stage-trace" in record.getMessage()] == [
+        "stage-trace /dev/full ends here: No space left on device"
+    ]
