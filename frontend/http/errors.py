@@ -93,12 +93,12 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        message = str(error.detail)
+        message, code = str(error.detail), None
         if error.status_code == 404:
             message = f"no such path: {request.url.path[:200]}"
         elif error.status_code == 400:
-            message = "the body is not valid JSON"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+            message, code = "the body is not valid JSON", "invalid_json"  # not UTF-8, or nested too deeply to parse
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

@@ -84,6 +84,13 @@ class Service:
         for token_id in prompt_ids:
             if token_id >= info.vocab_size:
                 raise bad_value("prompt", f"token id {token_id}; the vocabulary has {info.vocab_size}")
+        if len(prompt_ids) >= info.max_model_len:
+            raise ApiError(
+                400,
+                f"prompt: {len(prompt_ids)} tokens; this model takes {info.max_model_len}, prompt and output",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         length = len(prompt_ids) + max_tokens
         if length > info.max_model_len:
             raise ApiError(

@@ -62,12 +62,11 @@ def _post(http: httpx.Client, field: str, value: object) -> httpx.Response:
 
 @pytest.mark.parametrize(("field", "value"), BAD, ids=lambda value: repr(value)[:24])
 def test_bad_value_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
-    """Each field's range, type and bounds against the model; the too long prompt is max_tokens' or prompt's fault."""
+    """Each field's range, type and bounds against the model. Bug: a prompt that does not fit was blamed on max_tokens."""
     answer = _post(http, field, value)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    expected = {field, "max_tokens"} if field == "prompt" and isinstance(value, str) and value else {field}
-    assert error["param"] in expected
+    assert error["param"] == field
     assert error["type"] == "invalid_request_error" and error["message"] and error["code"]
 
 
@@ -96,13 +95,15 @@ def test_neutral_and_unknown_fields_are_accepted(http: httpx.Client) -> None:
     ids=lambda body: repr(body[:20]),
 )  # fmt: skip
 def test_broken_body_is_refused(http: httpx.Client, body: bytes) -> None:
-    """No JSON, wrong JSON, half a surrogate pair, non-finite numbers, deep nesting, endless digits: 400, never 500."""
+    """No JSON, wrong JSON, half a surrogate pair, non-finite numbers, deep nesting, endless digits: 400, never 500.
+    Bug: invalid UTF-8 and deep nesting had no ``code``."""
     paths = ["/v1/completions", "/v1/chat/completions"]
     paths += ["/detokenize", "/abort"] + ["/tokenize"] * (b"temperature" not in body and b"seed" not in body)
     for path in paths:
         answer = http.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, (path, answer.text)
-        assert answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert error["message"] and error["code"] in ("invalid_json", "invalid_value"), (path, error)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +142,11 @@ def test_prompt_at_the_limit(http: httpx.Client, length: int) -> None:
     """Row "prompt at the limit, one below, one above": prompt + max_tokens up to max_model_len is served."""
     answer = http.post("/v1/completions", json={"prompt": [65] * length, "max_tokens": 1})
     assert answer.status_code == (200 if length + 1 <= MAX_MODEL_LEN else 400)
+
+
+@pytest.mark.parametrize(("length", "param"), [(MAX_MODEL_LEN - 1, "max_tokens"), (MAX_MODEL_LEN, "prompt")])
+def test_whose_fault_it_is(http: httpx.Client, length: int, param: str) -> None:
+    """Bug: a prompt that leaves no room for even one token was blamed on max_tokens. One token less and it is right."""
+    answer = http.post("/v1/completions", json={"prompt": [65] * length, "max_tokens": 2})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (param, "context_length_exceeded")
