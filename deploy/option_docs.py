@@ -39,9 +39,13 @@ def _values(entry: Any) -> str:
     if choices:
         return ", ".join(f"`{choice}`" for choice in choices)
     kind = {int: "whole number", float: "number", str: "text"}[plain_type(entry)]
-    bounds = [] if low is None else [f"from {low:.15g}"]
-    bounds += [] if high is None else [f"to {high:.15g}"]
+    bounds = [] if low is None else [f"from {_number(low)}"]
+    bounds += [] if high is None else [f"to {_number(high)}"]
     return " ".join([kind, *bounds])
+
+
+def _number(value: float) -> str:
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import FIELD_NAMES
+from depthbatch.deploy.cli import BENCHMARKS
 from depthbatch.deploy.option_docs import option_reference
 from depthbatch.frontend.http.schemas import ChatRequest, CompletionRequest
 from depthbatch.frontend.http.settings import HTTP_FIELDS
@@ -17,6 +19,11 @@ def test_option_reference_is_current() -> None:
     assert (ROOT / "docs" / "options.md").read_text() == option_reference()
 
 
+def test_whole_numbers_are_written_out() -> None:
+    """Bug: the largest seed was given as 9.22337203685478e+18, which is not a whole number and rounds up, over it."""
+    assert f"to {2**63 - 1} " in option_reference() and "e+" not in option_reference()
+
+
 def test_options_named_in_the_pages_exist() -> None:
     """Every --option in the prose is one of the configuration's, or of a command that is named beside it."""
     known = {name.replace("_", "-") for name in (*FIELD_NAMES, *HTTP_FIELDS)} | {"config", "print-config", "json"}
@@ -24,6 +31,24 @@ def test_options_named_in_the_pages_exist() -> None:
         text = (ROOT / "docs" / page).read_text()
         used = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", text)) - {"upgrade", "now", "help", "output"}
         assert used <= known, page
+
+
+def test_every_benchmark_is_documented() -> None:
+    """Bug: `bench trace` and `bench accuracy` were on no page."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name in BENCHMARKS:
+        assert f"`depthbatch bench {name} " in text, name
+
+
+def test_workload_file_of_the_page_can_be_read(tmp_path: Path) -> None:
+    """Bug: the format of what `bench trace` takes was on no page. The example, without its dots, is one request."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    example = re.search(r'^    (\{"requests": .*), \.\.\.\]\}$', text, re.MULTILINE)
+    assert example is not None
+    path = tmp_path / "workload.json"
+    path.write_text(example[1] + "]}")
+    (request,) = Workload.read(path).requests
+    assert (request.output_tokens, request.exit_depths, request.arrival_s) == (3, (2, 4), 0.5)
 
 
 def test_request_fields_are_documented() -> None:
