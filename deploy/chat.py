@@ -9,15 +9,16 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple, Protocol, TextIO
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from depthbatch.common.config import add_config_arguments, config_from_sources
-from depthbatch.common.errors import EngineDeadError, RequestError
+from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, values_from_sources
+from depthbatch.common.errors import ConfigError, EngineDeadError, RequestError
+from depthbatch.frontend.output import mean_decode_depth
 
 Conversation = list[dict[str, str]]
-DEPTH_FIELDS = ("num_loops", "exit_threshold", "gate")
+REQUEST_OPTIONS = ("gate", "exit_threshold", "min_loops", "max_loops", "seed")  # engine options that requests have too
 
 
 class News(NamedTuple):
@@ -50,20 +51,29 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def run_chat(args: argparse.Namespace) -> int:
     """Until end of input. Raises DepthbatchError when the engine does not start or the server cannot be reached."""
     request: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
-    request |= {name: value for name in DEPTH_FIELDS if (value := getattr(args, name, None)) is not None}
+    if args.num_loops is not None:
+        request["num_loops"] = args.num_loops
     opening: Conversation = [{"role": "system", "content": args.system}] if args.system else []
     if args.target.startswith(("http://", "https://")):
-        if "exit_threshold" in request:
-            request["exit_threshold"] = float(request["exit_threshold"])
+        request |= _request_options(args)
         converse(RemoteModel(args.target, args.api_key, request), opening, sys.stdin, sys.stdout)
         return 0
     from depthbatch.frontend.llm import LLM
 
     config = config_from_sources(args, model=args.target)
-    request = {name: value for name, value in request.items() if name not in ("exit_threshold", "gate")}  # the engine's
     with LLM(**{name: getattr(config, name) for name in config.__dataclass_fields__}) as llm:
         converse(LocalModel(llm, request), opening, sys.stdin, sys.stdout)
     return 0
+
+
+def _request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Engine options that a request to a server can carry. Raises ConfigError for those that only an engine has."""
+    given = [name for name in (*FIELDS, "config") if name not in ("model", *REQUEST_OPTIONS)]
+    for name in given:
+        if getattr(args, name, None) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} is for an engine of your own: {args.target} was started with its options")
+    return values_from_sources(args, {}, {name: FIELDS[name] for name in REQUEST_OPTIONS})
 
 
 def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO) -> None:
@@ -107,9 +117,9 @@ def _show(news: Iterator[News], out: TextIO) -> str:
         if hasattr(news, "close"):
             news.close()
     duration_s = time.monotonic() - start_s
-    decoded = depths[1:]  # the first token comes from prefill, at full depth
-    mean = sum(decoded) / len(decoded) if decoded else 0.0
-    out.write(f"\n[{len(depths)} tokens, {len(depths) / duration_s:.1f} tokens/s, mean depth {mean:.2f}]\n")
+    mean = mean_decode_depth(depths)
+    depth = "" if mean is None else f", mean depth {mean:.2f}"
+    out.write(f"\n[{len(depths)} tokens, {len(depths) / duration_s:.1f} tokens/s{depth}]\n" if depths else "\n")
     return "".join(pieces)
 
 
@@ -136,15 +146,19 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A depthbatch server, or one that speaks the same API (depths are then missing)."""
+    """A depthbatch server, or one that speaks the same API (depths are then missing).
+
+    Raises ConfigError for a broken URL, RequestError for what the server refuses, EngineDeadError when it does not
+    answer, or not in this API.
+    """
 
     def __init__(self, url: str, api_key: str, request: dict[str, Any]) -> None:
-        self._url = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        self._url = _split(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._request = request
-        self._has_template = bool(self._get("/tokenizer_info").get("has_chat_template", True))
+        self._has_template = self._ask_template()
 
     def ask(self, conversation: Conversation) -> Iterator[News]:
         body = {**self._request, "stream": True, "return_exit_depths": True}
@@ -154,40 +168,81 @@ class RemoteModel:
             path, body = "/v1/completions", {**body, "prompt": conversation[-1]["content"]}
         with closing(self._connect()) as connection:
             response = self._send(connection, "POST", path, json.dumps(body).encode())
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise RequestError(event["error"]["message"])
-                    for choice in event["choices"]:
-                        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-                        yield News(text or "", choice.get("exit_depths") or [])
+            _refuse_errors(response)
+            with self._reading():
+                yield from _news(response)
+
+    def _ask_template(self) -> bool:
+        """Whether chat completions work; a server without /tokenizer_info is taken to have them."""
+        with closing(self._connect()) as connection:
+            response = self._send(connection, "GET", "/tokenizer_info", None)
+            if response.status == 404:
+                return True
+            _refuse_errors(response)
+            with self._reading():
+                return bool(json.loads(response.read()).get("has_chat_template", True))
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         return kind(self._url.netloc, timeout=600)
 
-    def _get(self, path: str) -> dict[str, Any]:
-        with closing(self._connect()) as connection:
-            answer = json.loads(self._send(connection, "GET", path, None).read())
-            return answer if isinstance(answer, dict) else {}
-
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
     ) -> http.client.HTTPResponse:
-        """The response; RequestError for what the server refuses, EngineDeadError when there is none."""
+        """The response, whatever its status."""
         try:
             connection.request(method, self._url.path + path, body, self._headers)
-            response = connection.getresponse()
+            return connection.getresponse()
         except OSError as error:
             raise EngineDeadError(f"no server at {self._url.geturl()}: {error}") from None
-        if response.status >= 400:
-            raise RequestError(_message(response.read(), response.status))
-        return response
+        except (http.client.HTTPException, ValueError) as error:
+            raise EngineDeadError(f"no HTTP server at {self._url.geturl()}: {error!s:.200}") from None
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Around the reading of an answer: what goes wrong there is the server's doing."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineDeadError(f"the answer of {self._url.geturl()} broke off: {error}") from None
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EngineDeadError(f"{self._url.geturl()} does not speak this API: {error!r:.200}") from None
 
 
-def _message(body: bytes, status: int) -> str:
+def _news(lines: http.client.HTTPResponse) -> Iterator[News]:
+    """The pieces of a streamed answer. Raises HTTPException when it ends before the server says so."""
+    for line in lines:
+        if line.startswith(b"data: [DONE]"):
+            return
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RequestError(event["error"]["message"])
+            for choice in event["choices"]:
+                text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+                yield News(text or "", choice.get("exit_depths") or [])
+    raise http.client.HTTPException("it ended without data: [DONE]")
+
+
+def _split(url: str) -> SplitResult:
+    """Raises ConfigError."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {status}"
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        if not parts.hostname or parts.port == 0:
+            raise ValueError("it names no host" if not parts.hostname else "port 0")
+    except ValueError as error:
+        raise ConfigError(f"{url} is not a URL of a server: {error}") from None
+    return parts
+
+
+def _refuse_errors(response: http.client.HTTPResponse) -> None:
+    """Raises RequestError for a status that is an error."""
+    if response.status >= 400:
+        raise RequestError(_message(response))
+
+
+def _message(response: http.client.HTTPResponse) -> str:
+    try:
+        return str(json.loads(response.read())["error"]["message"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return f"the server answered {response.status}"

@@ -71,15 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = getattr(arguments, "run", None)
         if run is None:
             parser.error("no command; see depthbatch --help")
-        return int(run(arguments))
+        code = int(run(arguments))
+        sys.stdout.flush()  # at exit it would be too late to say why it failed
+        return code
     except DepthbatchError as error:
         print(f"depthbatch: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output has gone: nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is not None or _can_write_stdout():
+            raise
+        _discard_stdout()
+        print(f"depthbatch: error: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return USER_ERROR
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -106,6 +114,20 @@ def _add(subparsers: "argparse._SubParsersAction[OneLineParser]", name: str, com
         module = importlib.import_module(command.module)
         getattr(module, f"add_{command.name}_arguments")(parser)
         parser.set_defaults(run=getattr(module, f"run_{command.name}"))
+
+
+def _can_write_stdout() -> bool:
+    """False when standard output is what failed: it fails again, with what is still buffered or with one line end."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
+def _discard_stdout() -> None:
+    """What is still buffered goes nowhere, instead of failing again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -73,16 +73,23 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts as given. Raises RequestError, naming the place, for a blank one: no model has to load for that."""
     texts = list(args.prompt or ())
+    places = ["-p"] * len(texts)
     if args.file is not None:
         try:
-            texts += Path(args.file).read_text(encoding="utf-8").splitlines()
+            lines = Path(args.file).read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"cannot read {args.file}: {error}") from None
+        places += [f"{args.file}, line {number}" for number in range(1, len(lines) + 1)]
+        texts += [line.removesuffix("\r") for line in lines]
     if not texts and args.prompt is None and args.file is None and args.model == "demo":
         texts = list(DEMO_PROMPTS)
     if not texts:
         raise RequestError("no prompt: give -p TEXT or -f FILE")
+    for place, text in zip(places, texts, strict=False):  # the demo's own prompts have no place
+        if not text.strip():
+            raise RequestError(f"{place}: the prompt is blank", "prompt")
     return texts
 
 
@@ -97,7 +104,8 @@ def _prompt(text: str, tokenizer: Tokenizer | None) -> Prompt:
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
-    return {**dataclasses.asdict(output), "mean_exit_depth": round(output.mean_exit_depth, 4)}
+    mean = output.mean_exit_depth
+    return {**dataclasses.asdict(output), "mean_exit_depth": None if mean is None else round(mean, 4)}
 
 
 # --- streaming to a terminal
@@ -141,10 +149,9 @@ class PromptView:
         output = self._output
         if not self._show_depths:
             return ""
-        return (
-            f"   {self._dim}[{len(output.token_ids)} tokens, mean depth {output.mean_exit_depth:.2f} of {self._r_max}, "
-            f"{output.finish_reason}]{self._plain}"
-        )
+        mean = output.mean_exit_depth
+        depth = "" if mean is None else f"mean depth {mean:.2f} of {self._r_max}, "
+        return f"   {self._dim}[{len(output.token_ids)} tokens, {depth}{output.finish_reason}]{self._plain}"
 
 
 def _stream(

@@ -156,12 +156,23 @@ class LLM:
             per_prompt = list(params)
         if len(per_prompt) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(per_prompt)} params", "params")
-        encoded = [encode_prompt(p, own, self.tokenizer) for p, own in zip(prompts, per_prompt, strict=True)]
-        for ids, own in zip(encoded, per_prompt, strict=True):
-            resolved = self._client.check(ids, own)
-            if own.constraint is not None:
-                self._grammars.check(resolved.grammar, own.constraint)
+        encoded = []
+        for index, (prompt, own) in enumerate(zip(prompts, per_prompt, strict=True)):
+            try:
+                encoded.append(self._encode_checked(prompt, own))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompts[{index}]: {error}", error.param) from None
         return encoded, per_prompt
+
+    def _encode_checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt that the engine will take. Raises RequestError."""
+        token_ids = encode_prompt(prompt, params, self.tokenizer)
+        resolved = self._client.check(token_ids, params)
+        if params.constraint is not None:
+            self._grammars.check(resolved.grammar, params.constraint)
+        return token_ids
 
     def _run(self, encoded: list[list[int]], per_prompt: list[SamplingParams]) -> Iterator[IndexedDelta]:
         client, live = self._client, dict[int, tuple[int, OutputAssembler]]()

@@ -47,6 +47,12 @@ class OutputDelta:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
+def mean_decode_depth(exit_depths: Sequence[int]) -> float | None:
+    """Mean loops of a request's tokens but the first, which prefill runs at full depth; None when there is no other."""
+    decoded = exit_depths[1:]
+    return sum(decoded) / len(decoded) if decoded else None
+
+
 @dataclass
 class RequestOutput:
     """A finished request."""
@@ -62,10 +68,9 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, likewise
 
     @property
-    def mean_exit_depth(self) -> float:
-        """Mean depth of the decode tokens (the first comes from prefill); 0 when there is none."""
-        decoded = self.exit_depths[1:]
-        return sum(decoded) / len(decoded) if decoded else 0.0
+    def mean_exit_depth(self) -> float | None:
+        """Mean depth of the decode tokens (the first comes from prefill); None when there is none."""
+        return mean_decode_depth(self.exit_depths)
 
     def append(self, delta: OutputDelta) -> None:
         self.text += delta.text

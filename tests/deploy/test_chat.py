@@ -2,11 +2,15 @@
 
 import io
 import re
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.deploy.chat import RemoteModel, converse
+from depthbatch.deploy.cli import main
 from serving_fakes.process import free_port
 from serving_fakes.server import LiveServer
 from serving_fakes.tokenizer import byte_tokenizer
@@ -47,3 +51,97 @@ def test_no_server_is_one_clear_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineDeadError, match=url):
         RemoteModel(url, "", {})
+
+
+# --- servers that are not ours, or not well
+
+HTTP = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+EVENT = b'data: {"choices": [{"delta": {"content": "four"}}]}\n\n'
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+WHOLE = HTTP + b"\r\n" + EVENT + b"data: [DONE]\n\n"
+BROKEN = {  # the answer to a chat completion -> what is said of it
+    "mid-chunk": (HTTP + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % (len(EVENT) + 50) + EVENT, "broke off"),
+    "between events": (HTTP + b"\r\n" + EVENT, "broke off"),
+    "no JSON": (HTTP + b"\r\ndata: {nonsense\n\n", "does not speak this API"),
+    "no choices": (HTTP + b"\r\ndata: {}\n\n", "does not speak this API"),
+    "no status": (b"SSH-2.0-OpenSSH_9.6\r\n", "no HTTP server.*SSH"),
+}
+
+
+@contextmanager
+def canned(*answers: bytes) -> Iterator[str]:
+    """The URL of a server that gives each connection the next of ``answers`` and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):
+                        pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def run_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """``depthbatch chat WORDS`` with one line of input: exit code, output and errors."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("2+2=\n"))
+        code = main(["chat", *words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_answers_are_one_line(name: str, run_chat: Callable[..., tuple[int, str, str]]) -> None:
+    """Bug: a server that died in mid-answer, or was none, gave a traceback (IncompleteRead, BadStatusLine, KeyError) or
+    passed a cut answer off as a whole one. The test below shows that the same server's whole answer is taken."""
+    answer, pattern = BROKEN[name]
+    with canned(NOT_FOUND, answer) as url:
+        code, _, err = run_chat(url)
+    assert code == 2 and len(err.splitlines()) == 1 and re.search(f"error: .*{pattern}", err) and url in err
+
+
+def test_server_without_tokenizer_info(run_chat: Callable[..., tuple[int, str, str]]) -> None:
+    """Bug: another server's 404 on /tokenizer_info ended the program. It is asked for chat completions instead, and
+    gets no figures, for it gives no depths."""
+    with canned(NOT_FOUND, WHOLE) as url:
+        assert run_chat(url) == (0, "> four\n> \n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (("http://127.0.0.1:1", "--exit-threshold", "abc"), "--exit-threshold.*abc"),
+        (("http://127.0.0.1:1", "--max-num-seqs", "4"), "--max-num-seqs.*http://127.0.0.1:1"),
+        (("http://127.0.0.1:1", "--config", "x.toml"), "--config.*http://127.0.0.1:1"),
+        (("http://127.0.0.1:abc",), "http://127.0.0.1:abc is not a URL"),
+        (("http://[::1",), "is not a URL"),
+        (("http://",), "is not a URL"),
+    ],
+)
+def test_bad_words(words: tuple[str, ...], pattern: str, run_chat: Callable[..., tuple[int, str, str]]) -> None:
+    """Bugs: tracebacks (ValueError, InvalidURL), and options of the engine that a server's user gave in vain. Nobody
+    listens there, so a line without the option or URL at fault would be the one about the missing server."""
+    code, _, err = run_chat(*words)
+    assert code == 2 and len(err.splitlines()) == 1 and re.search(pattern, err), err
+
+
+def test_request_options_reach_the_server(live: LiveServer, run_chat: Callable[..., tuple[int, str, str]]) -> None:
+    """Bug: --min-loops, --max-loops and --seed were dropped. This server refuses a depth it has not, by name."""
+    code, out, _ = run_chat(live.url, "--max-loops", "200")
+    assert code == 0 and "max_loops 200" in out
+    code, out, _ = run_chat(live.url, "--seed", "3")
+    assert code == 0 and FIGURES.search(out)

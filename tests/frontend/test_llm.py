@@ -54,6 +54,15 @@ def test_thousands_of_prompts(llm: LLM) -> None:
     assert len(outputs) == 3000 and all(len(output.token_ids) == 2 for output in outputs)
 
 
+def test_the_prompt_at_fault_is_named(llm: LLM) -> None:
+    """Bug: "prompt is empty", of one among many. A prompt alone needs no number."""
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt is empty$") as raised:
+        llm.generate(["a", "", "b"])
+    assert raised.value.param == "prompt"
+    with pytest.raises(RequestError, match=r"^prompt is empty$"):
+        llm.generate([""])
+
+
 def test_one_prompt_alone(llm: LLM) -> None:
     [as_text] = llm.generate("12+30=", SamplingParams(max_tokens=3))
     [as_ids] = llm.generate(as_text.prompt_token_ids, SamplingParams(max_tokens=3))

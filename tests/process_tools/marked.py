@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 
 VARIABLE = "DEPTHBATCH_TEST_FAMILY"
@@ -23,16 +24,17 @@ class Family:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """``depthbatch WORDS`` with pipes."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "depthbatch", *words],
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, *words: str, stdout: str | None = None) -> subprocess.Popen[str]:
+        """``depthbatch WORDS`` with pipes, or its output to the file ``stdout``."""
+        with open(stdout, "w") if stdout else nullcontext(subprocess.PIPE) as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "depthbatch", *words],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
 
     def alive(self) -> list[int]:
         """Process ids of the family that are running (zombies are not), by a scan of /proc."""

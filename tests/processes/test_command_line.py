@@ -1,5 +1,6 @@
 """The command as users run it: output, one-line errors with exit code 2, signals, and never a process left behind."""
 
+import argparse
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from depthbatch.deploy.generate import _prompts
 from process_tools.marked import Family
 from safetensors.torch import load_file, save_file
 
@@ -146,6 +148,51 @@ def test_generate(family: Family, tmp_path: Path) -> None:
         assert len(re.findall("[¹²³⁴]", line)) == 6
         assert f"[6 tokens, mean depth {expected['mean_exit_depth']:.2f} of 4, length]" in line
     assert not family.alive() and not run_dirs(tmp_path)
+
+
+def test_one_token_has_no_mean_depth(family: Family) -> None:
+    """Bug: an output of the prefill token alone showed "mean depth 0.00"; it has no decode token to speak of."""
+    words = ("generate", "demo", "-p", "12+30=", "--max-tokens", "1", *SMALL)
+    out, _ = family.start(*words).communicate(timeout=180)
+    assert "[1 tokens, length]" in out and "mean depth" not in out
+    out, _ = family.start(*words, "--json").communicate(timeout=180)
+    assert json.loads(out)["mean_exit_depth"] is None
+
+
+@pytest.mark.parametrize(
+    "words", [("demo", "-p", "12+30=", *SMALL), ("demo", "--print-config")], ids=["text", "config"]
+)
+def test_full_disk_is_one_line(words: tuple[str, ...], family: Family) -> None:
+    """Bug: ``>/dev/full`` gave a traceback, or exit code 120 where the text was only written at the end."""
+    process = family.start("generate", *words, stdout="/dev/full")
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 2 and "Traceback" not in err
+    assert err.splitlines()[-1] == "depthbatch: error: cannot write to standard output: No space left on device"
+    assert not family.alive()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("\ufeffsay a=\r\nsay b=\r\n", ["say a=", "say b="]),
+        ("one\u2028still\x0bone\x85\ntwo", ["one\u2028still\x0bone\x85", "two"]),
+    ],
+)
+def test_lines_of_a_prompt_file(content: str, expected: list[str], tmp_path: Path) -> None:
+    """Bug: a prompt was cut at U+2028 and the like, and a byte order mark became part of the first one."""
+    path = tmp_path / "prompts"
+    path.write_bytes(content.encode())
+    assert _prompts(argparse.Namespace(prompt=None, file=str(path), model="demo")) == expected
+
+
+def test_blank_prompts_are_refused_before_the_model_loads(family: Family, tmp_path: Path) -> None:
+    """Bug: "prompt is empty", after the model had loaded, and of which line nobody knew."""
+    path = tmp_path / "prompts"
+    path.write_text("5 17\n\n5 3\n")
+    for words, place in ((("-f", str(path)), f"{path}, line 2"), (("-p", "5", "-p", ""), "-p")):
+        process = family.start("generate", str(OURO), *words)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (2, f"depthbatch: error: {place}: the prompt is blank\n")
 
 
 def test_info(family: Family) -> None:
