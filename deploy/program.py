@@ -7,6 +7,7 @@ DEPTHBATCH_RUN_DIR, with engine.json and http.json in it.
 import json
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from depthbatch.common.child import die_with_parent
 from depthbatch.common.errors import DepthbatchError
 from depthbatch.common.logging import setup_logging
 from depthbatch.frontend.attach import AttachedProcesses, read_config, read_starts, write_file
+from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
 
 RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
 HTTP_FILE = "http.json"
@@ -25,6 +27,8 @@ def main() -> int:
     name = sys.argv[1]
     run_dir = Path(os.environ[RUN_DIR_VARIABLE])
     parent_pid = os.getppid()
+    if name == "frontend":  # before its pid is known; ended by the notice, it would be started again, not drained
+        signal.signal(DRAIN_NOTICE, signal.SIG_IGN)
     write_file(run_dir / f"{name}.starts", str(read_starts(run_dir, name) + 1))
     write_file(run_dir / f"{name}.pid", str(os.getpid()))
     if name == "frontend":
@@ -38,7 +42,6 @@ def main() -> int:
 def _run_frontend(run_dir: Path) -> int:
     from depthbatch.deploy.supervision import SupervisordClient
     from depthbatch.frontend.http.server import bind
-    from depthbatch.frontend.http.settings import HttpConfig
 
     setup_logging("frontend")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -21,7 +21,7 @@ from depthbatch.common.errors import EngineDeadError
 from depthbatch.common.transport import API_ENDPOINT, RunDir, endpoint
 from depthbatch.deploy.program import HTTP_FILE, RUN_DIR_VARIABLE, URL_FILE
 from depthbatch.frontend.attach import read_starts, write_config, write_file
-from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
 
 CONFIG = Path(__file__).with_name("supervisord.conf")
 MAX_RESTARTS = 5  # of the frontend within RESTART_WINDOW_S; the frontend itself counts those of the others
@@ -106,14 +106,19 @@ class Supervision:
             os.write(sys.stderr.fileno(), data)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first goes to supervisord, which stops the frontend (it drains) and then the others; supervisord does
-        not pass on a second one, so that goes to the frontend itself."""
+        """The first goes to supervisord, which stops the frontend (it drains) and then the others, at its next turn, up
+        to a second later: so the frontend gets a notice, which it does not count. supervisord does not pass on a second
+        one, so that goes to the frontend itself."""
         self._signals += 1
         if self._signals == 1:
+            self._signal_frontend(DRAIN_NOTICE)
             self._process.send_signal(signal.SIGTERM)
         else:
-            with contextlib.suppress(OSError, ValueError):
-                os.kill(int((self.path / "frontend.pid").read_text()), signal.SIGTERM)
+            self._signal_frontend(signal.SIGTERM)
+
+    def _signal_frontend(self, number: signal.Signals) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((self.path / "frontend.pid").read_text()), number)
 
     def run(self) -> int:
         """Until stopped (0) or the frontend has given up (its exit code, at least 1). Raises EngineDeadError."""

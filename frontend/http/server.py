@@ -14,7 +14,7 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.errors import ApiError
 from depthbatch.frontend.http.service import Service
-from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -123,7 +123,8 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them.
+    """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them. DRAIN_NOTICE
+    only says that the first is on its way.
 
     ``service`` is set once there is one; before that a signal ends the server at once.
     """
@@ -157,15 +158,23 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
+        loop.add_signal_handler(DRAIN_NOTICE, self.on_drain_notice)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+            loop.remove_signal_handler(DRAIN_NOTICE)
+            signal.signal(DRAIN_NOTICE, signal.SIG_IGN)  # by default it would end the process before its work is done
 
     def leave(self) -> None:
         """Stops listening and ends once open answers are complete."""
         self.should_exit = True
+
+    def on_drain_notice(self) -> None:
+        """No new work from now on. Not counted as a signal: the SIGTERM that follows is the first."""
+        if self.service is not None:
+            self.service.admission.drain()
 
     def on_signal(self) -> None:
         """First: drain. Second: abort what runs. Third: leave."""

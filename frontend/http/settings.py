@@ -2,11 +2,14 @@
 
 import argparse
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from depthbatch.common.config import FIELDS as ENGINE_FIELDS
 from depthbatch.common.config import EngineConfig, check_option, option, values_from_sources
+
+DRAIN_NOTICE = signal.SIGUSR1  # to the frontend: SIGTERM is on its way, take no new work
 
 
 @dataclass(frozen=True)
