@@ -19,7 +19,7 @@ from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.accelerator import CudaAccelerator
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
-from depthbatch.worker.buckets import bucket_sizes
+from depthbatch.worker.buckets import bucket_sizes, uncaptured_sizes
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.checks import StageLimits
 from depthbatch.worker.device import free_memory, resolve_device, set_threads
@@ -159,7 +159,7 @@ def engine_info(
         kv_bytes_per_token=plan.bytes_per_token,
         max_model_len=plan.max_model_len,
         boundary_layers=spec.prelude_layers + spec.coda_layers,
-        buckets=bucket_sizes(config.max_num_seqs),
+        buckets=(bucket_sizes if device.type == "cuda" else uncaptured_sizes)(config.max_num_seqs),
         device=device.type,
         dtype=str(spec.dtype).removeprefix("torch."),
         eos_token_ids=spec.eos_token_ids,

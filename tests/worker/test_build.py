@@ -42,7 +42,7 @@ def test_the_info_says_what_was_built() -> None:
     info = built(kv_layout="single", gate="own", exit_threshold=0.25, min_loops=3, max_num_seqs=9).info
     assert (info.default_gate, info.default_threshold, info.r_min, info.r_max) == (Gate.OWN, 0.25, 3, 4)
     assert info.kv_bytes_per_token == 3 * 2 * 4 * 16 * 4  # layers, K and V, heads, head_dim, fp32
-    assert (info.num_blocks, info.max_model_len, info.buckets) == (21, 320, (1, 2, 4, 8, 9))
+    assert (info.num_blocks, info.max_model_len, info.buckets) == (21, 320, tuple(range(1, 10)))
 
 
 def test_a_layout_that_cannot_exit_early_offers_no_early_gate() -> None:
