@@ -29,7 +29,8 @@ def test_steps(setup: Setup, model: str) -> None:
     core = results[f"{model}.core_step"]
     assert {"B1.L32", "B8.L32"} < set(core) and all(core[key]["ratio"] > 0 for key in core if key.startswith("B"))
     buckets = results[f"{model}.buckets"]
-    assert buckets["steps_of_8"]["mean_ms"] > 0 and set(buckets["ms"]) == {"1", "2", "4", "8", "12"}
+    # A dry run has the CPU's sizes, which are every size; a GPU's are among them.
+    assert buckets["steps_of_8"]["mean_ms"] > 0 and {"1", "2", "4", "8", "12"} <= set(buckets["ms"])
     assert results[f"{model}.launch"]["gap_us"] > 0
     assert results[f"{model}.prefill"]["40"]["pieces_ms"] > 0
     assert results[f"{model}.capture"]["pieces"] > 2
