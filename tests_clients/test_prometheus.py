@@ -52,9 +52,12 @@ def prometheus(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -
 
 def query(prometheus: str, expression: str) -> list[Any]:
     try:
-        answer = httpx.get(prometheus + "/api/v1/query", params={"query": expression}, timeout=5).json()
+        response = httpx.get(prometheus + "/api/v1/query", params={"query": expression}, timeout=5)
     except httpx.HTTPError:
         return []
+    if response.status_code == 503:  # it listens before it is ready
+        return []
+    answer = response.json()
     assert answer["status"] == "success", answer
     result: list[Any] = answer["data"]["result"]
     return result

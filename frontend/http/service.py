@@ -155,5 +155,7 @@ def documented(answer: type[BaseModel], *, generates: bool = False) -> dict[str,
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer}}
     responses |= {status: {"model": ErrorAnswer} for status in statuses}
     if generates:
-        responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        # No type: tools read a stream as its text or, event by event, as objects.
+        stream = {"description": "server-sent events, one chunk of the answer each, then [DONE]"}
+        responses[200]["content"] = {"text/event-stream": {"schema": stream}}
     return {"responses": responses, "response_model": None}
