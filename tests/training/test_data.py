@@ -1,8 +1,10 @@
 """The generated task: deterministic, disjoint splits, answers that follow from their prompts."""
 
 import random
+from pathlib import Path
 
 import pytest
+from depthbatch.worker.training import data
 from depthbatch.worker.training.batches import IGNORED, step_batches
 from depthbatch.worker.training.data import (
     CHAIN_LENGTH,
@@ -16,9 +18,20 @@ from depthbatch.worker.training.data import (
 )
 from depthbatch.worker.training.tokenizer import IM_END, build_tokenizer
 
+SONNET_LINES = [
+    pair
+    for sonnet in Path(data.__file__).with_name("sonnets.txt").read_text(encoding="utf-8").split("\n\n")
+    for pair in zip(sonnet.split("\n"), sonnet.split("\n")[1:], strict=False)
+]
+"""Every line of verse with the one before it."""
+
 
 def solve(prompt: str, difficulty: str) -> str:
     """An independent solver of the task, from the prompt's text alone."""
+    if difficulty == "english":
+        before, known = prompt.split("\n")
+        (line,) = {line for previous, line in SONNET_LINES if previous == before and line.startswith(known)}
+        return line.removeprefix(known)
     if difficulty == "copy":
         return prompt.removeprefix("say ").removesuffix("=")
     if difficulty == "count":
@@ -36,6 +49,14 @@ def solve(prompt: str, difficulty: str) -> str:
             value = points[value]
         answers.append(name + value)
     return " ".join(answers)
+
+
+def kind_of(question: str) -> str:
+    """The class of a training question, from its text alone; hops of every depth are `hop`."""
+    for mark, kind in (("\n", "english"), ("say ", "copy"), ("+", "add"), ("?", "hop")):
+        if mark in question:
+            return kind
+    return "count"
 
 
 def lookups(prompt: str) -> list[int]:
@@ -88,6 +109,22 @@ def test_training_never_draws_a_heldout_prompt() -> None:
     assert all(is_heldout(prompt) for prompt in held)
 
 
+def test_a_heldout_line_of_verse_is_held_out_wherever_it_is_cut() -> None:
+    """Were the cut part of the split, training would see the rest of a held-out line under another cut."""
+    rng = random.Random(3)
+    held = {draw(rng, "english", heldout_split=True).prompt.split("\n")[0] for _ in range(400)}
+    trained = {draw(rng, "english").prompt.split("\n")[0] for _ in range(4000)}
+    assert len(held) > 50
+    assert not held & trained
+
+
+def test_english_is_a_part_of_training_and_not_of_the_exam() -> None:
+    rng = random.Random(4)
+    drawn = [draw_training(rng).difficulty for _ in range(2000)]
+    assert 50 <= drawn.count("english") <= 150  # 1 in 21
+    assert "english" not in CLASSES
+
+
 def test_training_answers_are_right() -> None:
     rng = random.Random(1)
     for _ in range(500):
@@ -120,9 +157,7 @@ def test_batches_supervise_exactly_the_answer_and_its_end() -> None:
             assert targets[places[-1]] == IM_END
             prompt = tokenizer.decode(ids[: places[0] + 1], skip_special_tokens=False)
             question = prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
-            kinds = {"s": "copy", "+": "add"}
-            kind = kinds.get(question[0]) or ("add" if "+" in question else "hop" if "?" in question else "count")
-            assert tokenizer.decode(targets[places[0] : places[-1]]) == solve(question, kind)
+            assert tokenizer.decode(targets[places[0] : places[-1]]) == solve(question, kind_of(question))
             seen += 1
     assert seen == 48
 

@@ -12,11 +12,12 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.worker.training import demo
 from depthbatch.worker.training.batches import step_batches
 from depthbatch.worker.training.commands import add_train_demo_arguments, run_train_demo
-from depthbatch.worker.training.huginn import HuginnSize, HuginnTrainer
+from depthbatch.worker.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer
 from depthbatch.worker.training.objectives import (
     exit_log_probabilities,
     expected_loss,
     gate_loss,
+    huginn_lookup_loss,
     lookup_loss,
     random_depth_loss,
     sample_loops,
@@ -138,6 +139,27 @@ def test_lookup_loss_targets_one_lookup_a_loop() -> None:
     assert lookup_loss(oracle, batch).item() < 1e-3
     wanted = torch.stack([batch.targets] * 3)
     assert lookup_loss(oracle, batch).item() > 1.0
+
+
+def test_huginn_lookup_loss_targets_one_lookup_a_step() -> None:
+    """As above; the fourth step, which has no more look-ups to make, keeps the final answer."""
+    batch = step_batches(build_tokenizer(), 0, 0, 16)[-1]
+    wanted = batch.partial
+
+    class Oracle(HuginnTrainer):
+        def forward(
+            self, ids: torch.Tensor, loops: int, state: torch.Tensor | None = None, gradient_loops: int | None = None
+        ) -> HuginnOutput:
+            states = torch.nn.functional.one_hot(wanted.clamp_min(0), VOCAB_SIZE).float()
+            return HuginnOutput(torch.cat((states, states[-1:]))[:loops])
+
+        def logits(self, states: torch.Tensor) -> torch.Tensor:
+            return 50.0 * states
+
+    oracle = Oracle(SMALL_HUGINN)
+    assert huginn_lookup_loss(oracle, batch, 4).item() < 1e-3
+    wanted = torch.stack([batch.targets] * 3)
+    assert huginn_lookup_loss(oracle, batch, 4).item() > 1.0
 
 
 def test_loop_counts_stay_in_range_and_near_the_mean() -> None:

@@ -10,19 +10,24 @@ count    ``347,348,``                         ``349,350``  go on counting
 add      ``12+30=``                           ``42``       carry, most significant digit first
 hop1..3  ``dc cb ba a7 ... ?bd=``             ``b7 d7``    follow pointers: ``ba`` says b points at a,
                                                            ``a7`` that a is 7; k look-ups for class hopk
+english  a line of verse and half of the next ``the rest`` English as it comes; trained on, but not asked in
+                                                           the held-out exam: it has no single right answer
 ======== ==================================== ============ =============================================
 
 In a hop prompt a pointer stands before the definition it points at, so nothing to the left of a
 definition resolves it and the look-ups of a query come one after the other. All hop classes draw from
 the same prompts (three chains of three names) and differ only in which names are asked for.
 
-Held-out prompts are those whose CRC-32 falls in one residue class; training never draws them, whatever
-the seed. Nothing is downloaded.
+Held-out prompts are those whose CRC-32 falls in one residue class (for verse, that of the line before);
+training never draws them, whatever the seed. Nothing is downloaded: the verse is Shakespeare's sonnets, which are in
+the public domain, in ``sonnets.txt``.
 """
 
 import random
 import string
 import zlib
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 CHAINS = 3
@@ -30,8 +35,9 @@ CHAIN_LENGTH = 3
 HELDOUT_SHARE = 16
 HELDOUT_FORM_SHARE = 0.4
 # Sums are short and slow to learn, so they are drawn most.
-TRAINING_WEIGHTS = {"copy": 2, "count": 2, "add": 7, "hop1": 3, "hop2": 3, "hop3": 3}
-CLASSES = tuple(TRAINING_WEIGHTS)
+TRAINING_WEIGHTS = {"copy": 2, "count": 2, "add": 7, "hop1": 3, "hop2": 3, "hop3": 3, "english": 1}
+CLASSES = tuple(name for name in TRAINING_WEIGHTS if name != "english")
+"""The classes of the held-out exam, whose answers are exactly right or wrong."""
 
 
 class Example(NamedTuple):
@@ -43,8 +49,8 @@ class Example(NamedTuple):
 
 
 def is_heldout(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out split; depends on its text alone."""
-    return zlib.crc32(prompt.encode()) % HELDOUT_SHARE == 0
+    """Whether a prompt belongs to the held-out split; depends on its text alone, on the first line of it if it has two."""
+    return zlib.crc32(prompt.split("\n")[0].encode()) % HELDOUT_SHARE == 0
 
 
 def _copy(rng: random.Random) -> tuple[str, str]:
@@ -60,6 +66,21 @@ def _count(rng: random.Random) -> tuple[str, str]:
 def _add(rng: random.Random) -> tuple[str, str]:
     left, right = (rng.randint(0, rng.choice((9, 99, 99))) for _ in range(2))
     return f"{left}+{right}=", str(left + right)
+
+
+@cache
+def _sonnets() -> list[list[str]]:
+    """The lines of every sonnet."""
+    text = Path(__file__).with_name("sonnets.txt").read_text(encoding="utf-8")
+    return [sonnet.split("\n") for sonnet in text.strip().split("\n\n")]
+
+
+def _english(rng: random.Random) -> tuple[str, str]:
+    sonnet = rng.choice(_sonnets())
+    line = rng.randrange(1, len(sonnet))
+    words = sonnet[line].split(" ")
+    known = rng.randrange(1, len(words))
+    return f"{sonnet[line - 1]}\n{' '.join(words[:known])}", " " + " ".join(words[known:])
 
 
 class _Pointers(NamedTuple):
@@ -131,11 +152,11 @@ def draw(rng: random.Random, difficulty: str, heldout_split: bool = False) -> Ex
     """Draw one example of a class from the training split, or from the held-out split.
 
     Raises:
-        ValueError: `difficulty` is not in `CLASSES`.
+        ValueError: `difficulty` is not in `TRAINING_WEIGHTS`.
     """
-    if difficulty not in CLASSES:
-        raise ValueError(f"unknown difficulty class {difficulty!r}; known: {', '.join(CLASSES)}")
-    simple = {"copy": _copy, "count": _count, "add": _add}
+    if difficulty not in TRAINING_WEIGHTS:
+        raise ValueError(f"unknown difficulty class {difficulty!r}; known: {', '.join(TRAINING_WEIGHTS)}")
+    simple = {"copy": _copy, "count": _count, "add": _add, "english": _english}
     while True:
         if difficulty in simple:
             prompt, answer = simple[difficulty](rng)
@@ -160,7 +181,7 @@ def draw_training(rng: random.Random) -> Example:
 
     Most hop examples are smaller or denser than the held-out ones; their class is `hop-mixed`.
     """
-    difficulty = rng.choices(CLASSES, weights=list(TRAINING_WEIGHTS.values()))[0]
+    difficulty = rng.choices(list(TRAINING_WEIGHTS), weights=list(TRAINING_WEIGHTS.values()))[0]
     if not difficulty.startswith("hop") or rng.random() < HELDOUT_FORM_SHARE:
         return draw(rng, difficulty)
     while True:

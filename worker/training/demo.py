@@ -2,7 +2,7 @@
 
 `demo` (Ouro): a warm-up on partial answers; stage I trains everything on the expected loss; stage II
 trains the gate alone on the frozen model; then the lookahead and pre-loop gates are distilled.
-`demo-huginn`: the same warm-up at one to four loops, then final answers at random loop counts.
+`demo-huginn`: a warm-up likewise, then final answers at random loop counts from random states.
 """
 
 import random
@@ -14,7 +14,14 @@ from depthbatch.worker.training.batches import IGNORED, Batch, step_batches
 from depthbatch.worker.training.checkpoints import export
 from depthbatch.worker.training.gates import KINDS, TokenRow, collect_features, fit_gate, save_gate
 from depthbatch.worker.training.huginn import HuginnSize, HuginnTrainer
-from depthbatch.worker.training.objectives import expected_loss, gate_loss, lookup_loss, random_depth_loss, sample_loops
+from depthbatch.worker.training.objectives import (
+    expected_loss,
+    gate_loss,
+    huginn_lookup_loss,
+    lookup_loss,
+    random_depth_loss,
+    sample_loops,
+)
 from depthbatch.worker.training.ouro import OuroSize, OuroTrainer
 from depthbatch.worker.training.tokenizer import VOCAB_SIZE, build_tokenizer
 from depthbatch.worker.training.trainer import Run, RunConfig
@@ -41,6 +48,7 @@ HUGINN = HuginnSize(
 )
 HUGINN_MOST_LOOPS = 16
 HUGINN_GRADIENT_LOOPS = 4
+HUGINN_WARMUP_LOOPS = 3
 WARMUP_SHARE = 0.6
 """Share of the steps trained on partial answers, one look-up a loop, before the recipe proper."""
 GATE_STEPS = 300
@@ -109,13 +117,11 @@ def train_demo_huginn(config: RunConfig, directory: Path) -> HuginnTrainer:
     warmup = int(WARMUP_SHARE * config.steps)
 
     def objective(batch: Batch, step: int) -> torch.Tensor:
-        rng = random.Random(f"loops-{config.seed}-{step}")
         if step < warmup:
-            loops = rng.randint(1, HUGINN_GRADIENT_LOOPS)
-        else:
-            loops = sample_loops(rng, HUGINN.mean_recurrence, HUGINN_MOST_LOOPS)
+            return huginn_lookup_loss(model, batch, HUGINN_WARMUP_LOOPS)
+        loops = sample_loops(random.Random(f"loops-{config.seed}-{step}"), HUGINN.mean_recurrence, HUGINN_MOST_LOOPS)
         noise = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        return random_depth_loss(model, batch, loops, noise, HUGINN_GRADIENT_LOOPS, step < warmup)
+        return random_depth_loss(model, batch, loops, noise, HUGINN_GRADIENT_LOOPS)
 
     run = Run(model, objective, config)
     run.resume()
