@@ -24,7 +24,7 @@ from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.cost_model import StageCosts
 from depthbatch.scheduler.exit_forecast import ExitForecast
 from depthbatch.scheduler.inflight import InFlightStep
-from depthbatch.scheduler.policies import Move, QueueView
+from depthbatch.scheduler.policies import Move, PrefillLimit, QueueView
 
 _REFRESH_STEPS = 32  # core steps between refits; in the beginning also after 8 and 16
 _ROUND_S = 60e-6  # about what a round of the tournament takes the scheduler
@@ -40,6 +40,7 @@ class AutoPolicy:
 
     full_depth = False
     learns = True
+    prefill_limit: PrefillLimit | None = None
 
     def __init__(self, config: SchedulerConfig) -> None:
         width = config.max_num_seqs

@@ -1,11 +1,11 @@
 """Policies: which of the legal moves comes next (scheduling.md). A policy sees queue sizes, never rows."""
 
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from depthbatch.common.frames import Stage
 from depthbatch.scheduler.inflight import InFlightStep
-from depthbatch.scheduler.rows import ReadyRows
+from depthbatch.scheduler.rows import DecodingRows, ReadyRows
 
 
 class Move(Enum):
@@ -15,6 +15,20 @@ class Move(Enum):
     PRELUDE = Stage.PRELUDE
     CORE = Stage.CORE
     CODA = Stage.CODA
+
+
+class PrefillLimit(NamedTuple):
+    """What one prefill batch may hold."""
+
+    tokens: int  # of prompts; at most M
+    prompts: int  # that take a slot with it
+
+
+class HeadPrompt(NamedTuple):
+    """The prompt that prefill would go on with."""
+
+    waited_s: float  # since its request arrived; 0 where that is not known
+    tokens: int  # still to prefill
 
 
 class QueueView(Protocol):
@@ -62,6 +76,19 @@ class QueueView(Protocol):
         """Loops of the rows of Q_R, and which of them certainly exit at their next one."""
         ...
 
+    @property
+    def now_s(self) -> float:
+        """When the next stage is asked for, on the clock of stage times."""
+        ...
+
+    def decoding_rows(self) -> DecodingRows:
+        """Every row that carries a token."""
+        ...
+
+    def head_prompt(self) -> HeadPrompt | None:
+        """The partly prefilled prompt, else the head of the waiting queue, if any."""
+        ...
+
     def next_exits(self) -> int:
         """Rows of Q_R that are known to exit at their next loop (known depths and loop limits)."""
         ...
@@ -72,6 +99,7 @@ class Policy(Protocol):
 
     full_depth: bool  # True: gates and recorded depths are not used, every token runs its max_loops
     learns: bool  # True: wants to observe retired stages, context tokens included
+    prefill_limit: PrefillLimit | None  # of the prefill that choose has just asked for; None = M tokens, all free slots
 
     def choose(self, view: QueueView) -> Move | None: ...
 
@@ -85,6 +113,7 @@ class _FixedPolicy:
 
     full_depth = False
     learns = False
+    prefill_limit: PrefillLimit | None = None
 
     def observe(self, step: InFlightStep, start_s: float, end_s: float) -> None:
         """Never called: learns is False."""

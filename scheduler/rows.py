@@ -41,6 +41,15 @@ class ReadyRows(NamedTuple):
     leaving: npt.NDArray[np.bool_]  # [q_r] certainly exit at their next loop
 
 
+class DecodingRows(NamedTuple):
+    """Rows between their first token and their last, in slot order."""
+
+    slots: SlotArray  # [rows]
+    loops: Int32Array  # [rows] behind the token they carry; r_max for one that waits for coda
+    order: npt.NDArray[np.int64]  # [rows] tells the requests that a slot has had apart
+    arrived_s: npt.NDArray[np.float64]  # [rows] on the caller's clock, nan = not known
+
+
 class RowState:
     """Arrays [W + 1] and the queue sizes."""
 
@@ -57,6 +66,7 @@ class RowState:
         self.last_position = np.zeros(rows, np.int32)  # the coda here samples the last token the limit allows
         self.first_output = np.zeros(rows, np.int32)  # prompt length
         self.order = np.zeros(rows, np.int64)
+        self.arrived_s = np.full(rows, np.nan)  # of a request that is admitted for the first time
         self.epoch = np.zeros(rows, np.int64)  # bumped for every token and owner: late flags of older ones are void
         self.sampled = np.zeros(rows, np.bool_)  # temperature > 0
         self.gated = np.zeros(rows, np.bool_)  # a core step returns a decision
@@ -66,11 +76,12 @@ class RowState:
         self.shaped = np.zeros(rows, np.bool_)  # penalties, bias or min_tokens
         self.scored = np.zeros(rows, np.bool_)  # wants logprobs
         self.constrained = np.zeros(rows, np.bool_)  # has a grammar
+        self.again = np.zeros(rows, np.bool_)  # decodes a known token once more: what it samples is dropped
         self.num_blocks = np.zeros(rows, np.int32)
         self.table = np.zeros((rows, max_blocks_per_seq), np.int32)  # logical blocks
         self.replay = np.zeros((rows, 0), np.uint8)  # depth by decode token, grown on demand
         self.request: list[Request | None] = [None] * rows
-        kinds = ("sampled", "gated", "own", "preloop", "replayed", "shaped", "scored", "constrained")
+        kinds = ("sampled", "gated", "own", "preloop", "replayed", "shaped", "scored", "constrained", "again")
         self.active_with = dict.fromkeys(kinds, 0)
 
     def in_phase(self, phase: int) -> SlotArray:
@@ -93,6 +104,7 @@ class RowState:
         self._set_phase(slot, PREFILLING)
         self.request[slot] = request
         self.order[slot] = request.order
+        self.arrived_s[slot] = np.nan if request.arrived_s is None else request.arrived_s
         self.max_loops[slot] = params.max_loops
         self.delay[slot] = gate.delay
         self.first_flag_loop[slot] = params.min_loops - gate.delay
@@ -109,12 +121,18 @@ class RowState:
         request = self.request[slot]
         assert request is not None
         self._set_kinds(slot, request, -1)
+        self.set_again(slot, False)
         self._set_phase(slot, FREE)
         self.request[slot] = None
         self.epoch[slot] += 1
         blocks = self.table[slot, : self.num_blocks[slot]].copy()
         self.num_blocks[slot] = 0
         return blocks
+
+    def set_again(self, slot: int, again: bool) -> None:
+        """The row decodes known tokens from now on, or no longer."""
+        self.active_with["again"] += int(again) - int(self.again[slot])
+        self.again[slot] = again
 
     def start_decode(self, slot: int, position: int) -> None:
         """The prompt is prefilled; the row now carries the token at ``position``."""
@@ -137,6 +155,13 @@ class RowState:
         ready = self.in_phase(READY)
         loops = self.loop.take(ready)
         return ReadyRows(loops, loops + 1 >= self.exit_loop.take(ready))
+
+    def decoding_rows(self, r_max: int) -> DecodingRows:
+        """Rows that carry a token, wherever they are with it."""
+        slots = np.flatnonzero(self.phase >= DECODE)
+        phase = self.phase.take(slots)
+        loops = np.where(phase == EXITED, r_max, np.where(phase == READY, self.loop.take(slots), 0)).astype(np.int32)
+        return DecodingRows(slots, loops, self.order.take(slots), self.arrived_s.take(slots))
 
     def next_exits(self) -> int:
         """Rows of Q_R that certainly exit at their next loop."""
