@@ -1,10 +1,12 @@
-"""What a child process owes its parent: to die with it, and to stop when asked. Called first in a child's main."""
+"""What a child process owes its parent: to die with it, and to die of what fails in it. Called first in a child's main."""
 
 import ctypes
 import os
 import signal
 import stat
 import threading
+
+from depthbatch.common.logging import get_logger
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,6 +25,22 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=_wait_for_parent, name="death-pipe", daemon=True).start()
+
+
+def die_with_threads() -> None:
+    """From now on an exception that ends a thread ends the process, with status 1 and a line that names the thread.
+
+    By default Python prints it and goes on without the thread, and whoever waits for its work waits for ever.
+    """
+    threading.excepthook = _die_of_thread
+
+
+def _die_of_thread(args: threading.ExceptHookArgs) -> None:
+    name = "?" if args.thread is None else args.thread.name
+    error = args.exc_value
+    log = get_logger("thread")
+    log.critical("thread %s failed: %s: %s", name, args.exc_type.__name__, error, exc_info=error)
+    os._exit(1)
 
 
 def _wait_for_parent() -> None:

@@ -5,7 +5,6 @@ slow reader gets fewer, larger deltas and never a growing queue of objects.
 """
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,10 @@ from typing import Any, Self
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, EngineDeadError
-from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.attach import AttachedProcesses
+from depthbatch.frontend.background import background, failure_of
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import COMPILE_LIMIT_S, GrammarChecker, out_of_time
 from depthbatch.frontend.health import EngineHealth
@@ -27,8 +26,6 @@ from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer
 
 TICK_S = 0.1  # deadlines, and a net under the edge-triggered socket descriptor
-
-log = get_logger("frontend")
 
 
 class Mailbox:
@@ -89,7 +86,7 @@ class AsyncEngine:
         try:
             await self._in_encoder(resolve_model_dir, self.config.model)  # a wrong name costs nothing
             self._client.launch()
-            self._ticker = asyncio.create_task(self._tick())
+            self._ticker = background(self._tick(), "engine ticker", self.fail)
             self._pump()
             self.tokenizer = await self._in_encoder(load_model_tokenizer, self.config.model)
             while self._client.info is None:
@@ -112,8 +109,7 @@ class AsyncEngine:
         """Ends the engine; requests that still run get EngineDeadError."""
         if self._ticker is not None:
             self._ticker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticker
+            await asyncio.gather(self._ticker, return_exceptions=True)
             self._ticker = None
         self._unwatch()
         await asyncio.get_running_loop().run_in_executor(None, self._client.close)
@@ -146,11 +142,28 @@ class AsyncEngine:
             await self._next_news()
         return self._client.stats.values
 
+    @property
+    def failure(self) -> DepthbatchError | None:
+        """Why the engine is lost for good, or closed; None while it is neither."""
+        return self._client.failure
+
     async def failed(self) -> DepthbatchError:
         """Waits until the engine is lost for good; returns why."""
         await self._failed.wait()
         assert self._client.failure is not None
         return self._client.failure
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """Ends the engine because background work of this process has failed, which would hang requests: each open
+        one gets EngineDeadError, new ones are refused, ``failed`` returns. ``name``: the task, for the log."""
+        failure = failure_of(name, error)
+        if self._client.failure is not None:
+            return
+        self._client.failure = failure
+        for internal_id, mailbox in self._mailboxes.items():
+            mailbox.put(Update(internal_id, error=failure))
+        self._changed.set()
+        self._failed.set()
 
     # --- requests
 
@@ -234,12 +247,9 @@ class AsyncEngine:
                 mailbox = self._mailboxes.get(update.request_id)
                 if mailbox is not None:
                     mailbox.put(update)
-        except Exception as error:  # a bug here would hang every request: end them instead
-            log.exception("the engine client failed")
-            self._client.failure = EngineDeadError(f"frontend: {error}")
-            for internal_id, mailbox in self._mailboxes.items():
-                mailbox.put(Update(internal_id, error=self._client.failure))
-        self._watch()
+            self._watch()
+        except Exception as error:
+            self.fail("engine pump", error)
         self._changed.set()
         if self._client.failure is not None:
             self._failed.set()

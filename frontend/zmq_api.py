@@ -16,6 +16,7 @@ from depthbatch.common.errors import DecodeError, DepthbatchError, RequestError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.transport import Received, Router
 from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.background import background, check
 from depthbatch.frontend.output import OutputDelta
 from depthbatch.frontend.params import SamplingParams
 
@@ -83,7 +84,7 @@ class ZmqApi:
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self._router.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._receive)
-        self._ticker = self._loop.create_task(self._tick())
+        self._ticker = background(self._tick(), "ZMQ API ticker", engine.fail)
 
     @property
     def decode_errors(self) -> int:
@@ -106,8 +107,11 @@ class ZmqApi:
             self._receive()
 
     def _receive(self) -> None:
-        while (received := self._router.receive()) is not None:
-            self._dispatch(received)
+        try:
+            while (received := self._router.receive()) is not None:
+                self._dispatch(received)
+        except Exception as error:
+            self._engine.fail("ZMQ API receiver", error)
 
     def _dispatch(self, received: Received) -> None:
         peer = received.peer
@@ -120,7 +124,7 @@ class ZmqApi:
                     stream.cancel()
                 self._router.reply(peer, type="aborted", id=client_id, known=stream is not None)
             case StatsVerb():
-                task = self._loop.create_task(self._stats(peer))
+                task = background(self._stats(peer), "ZMQ API stats", self._engine.fail)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case HealthVerb():
@@ -131,13 +135,14 @@ class ZmqApi:
             error = RequestError(f"id {verb.id!r} is in use by this client", "id")
             self._router.reply(key.peer, **_error_fields(key, error))
             return
-        task = self._loop.create_task(self._stream(key, verb))
+        task = self._loop.create_task(self._stream(key, verb), name="ZMQ API stream")
         self._streams[key] = task
         task.add_done_callback(lambda task: self._on_stream_end(key, task))
 
     def _on_stream_end(self, key: Key, task: asyncio.Task[None]) -> None:
         """A cancelled stream, which may never have begun to run, is owed its terminal message here."""
         del self._streams[key]
+        check(task, self._engine.fail)
         if task.cancelled():
             self._router.reply(key.peer, type="finished", id=key.id, finish_reason="abort", stop_reason=None)
 

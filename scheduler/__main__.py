@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from depthbatch.common.child import die_with_parent
+from depthbatch.common.child import die_with_parent, die_with_threads
 from depthbatch.common.logging import setup_logging
 from depthbatch.scheduler.process import run_scheduler
 
@@ -16,6 +16,7 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     setup_logging("scheduler")
+    die_with_threads()
     return run_scheduler(arguments.run_dir, arguments.config)
 
 

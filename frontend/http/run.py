@@ -11,6 +11,7 @@ from depthbatch.common.errors import DepthbatchError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.background import catch_the_rest, failure_of
 from depthbatch.frontend.http.app import create_app
 from depthbatch.frontend.http.errors import overloaded
 from depthbatch.frontend.http.probe import EngineProbe
@@ -64,17 +65,23 @@ def run_frontend(engine: AsyncEngine, http: HttpConfig, listener: socket, on_rea
 
 
 async def _run(engine: AsyncEngine, http: HttpConfig, listener: socket, on_ready: Callable[[str], None]) -> None:
+    catch_the_rest(asyncio.get_running_loop(), engine.fail)
     app = LateApp(lambda: asdict(engine.health(http.stall_s)))
-    server = Server(app, http)
-    running = asyncio.create_task(_with_engine(engine, http, server, app, on_ready))
+    server = Server(app, http, engine.fail)
+    running = asyncio.create_task(_with_engine(engine, http, server, app, on_ready), name="frontend")
     running.add_done_callback(lambda _: server.leave())
     try:
         await serve(server, listener)
     finally:
+        failure: BaseException | None = engine.failure  # the server may leave before ``running`` has heard of it
         running.cancel()
-        results = await asyncio.gather(running, return_exceptions=True)
-    if isinstance(results[0], Exception):
-        raise results[0]
+        result = (await asyncio.gather(running, return_exceptions=True))[0]
+    if not isinstance(result, asyncio.CancelledError):
+        failure = result
+    if isinstance(failure, Exception) and not isinstance(failure, DepthbatchError):
+        failure = failure_of("frontend", failure)
+    if failure is not None:
+        raise failure
 
 
 async def _with_engine(

@@ -12,6 +12,7 @@ import httptools
 import uvicorn
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.logging import get_logger
+from depthbatch.frontend.background import OnFailure, background, failure_of
 from depthbatch.frontend.http.errors import ApiError
 from depthbatch.frontend.http.service import Service
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
@@ -126,10 +127,11 @@ class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them. DRAIN_NOTICE
     only says that the first is on its way.
 
-    ``service`` is set once there is one; before that a signal ends the server at once.
+    ``service`` is set once there is one; before that a signal ends the server at once. ``on_failure`` hears of a drain
+    or an abort that has failed; by default the server then ends.
     """
 
-    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, on_failure: OnFailure | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -145,6 +147,7 @@ class Server(uvicorn.Server):
         )
         self.service: Service | None = None
         self.url = ""
+        self._on_failure = on_failure or self._leave_after
         self._drain_s = config.drain_s
         self._signals = 0
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
@@ -171,6 +174,10 @@ class Server(uvicorn.Server):
         """Stops listening and ends once open answers are complete."""
         self.should_exit = True
 
+    def _leave_after(self, name: str, error: BaseException) -> None:
+        failure_of(name, error)
+        self.leave()
+
     def on_drain_notice(self) -> None:
         """No new work from now on. Not counted as a signal: the SIGTERM that follows is the first."""
         if self.service is not None:
@@ -183,16 +190,16 @@ class Server(uvicorn.Server):
             self.leave()
         elif self._signals == 1:
             self.service.admission.drain()
-            self._start(self._drain(self.service))
+            self._start(self._drain(self.service), "drain")
         elif self._signals == 2:
             log.warning("second signal: aborting %d sequences", self.service.admission.in_flight)
-            self._start(self._abort(self.service))
+            self._start(self._abort(self.service), "abort")
         else:
             self.force_exit = True
             self.leave()
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = background(work, name, self._on_failure)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

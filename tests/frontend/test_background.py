@@ -1,0 +1,228 @@
+"""Row "an exception in a background task is swallowed, engine hangs": each task and callback of the frontend is made to
+fail in turn, below the real HTTP server and ZMQ API. A pass is not luck: two streams are open, whose last message is
+another when they end well or not at all, and the log must name what failed."""
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import EngineDeadError
+from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.background import TaskFailedError, background
+from depthbatch.frontend.client import Client
+from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.http import run
+from depthbatch.frontend.http.generation import Registry
+from depthbatch.frontend.http.server import Server, bind
+from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.zmq_api import ApiRouter, ZmqApi
+from frontend_fakes.install import use_fake_engine
+
+LIMIT_S = 30.0
+LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+
+class Broken(RuntimeError):
+    """What the fault raises."""
+
+
+def raising(*_: Any, **__: Any) -> Any:
+    raise Broken("on purpose")
+
+
+class RunningFrontend:
+    """run_frontend over the fake engine, in a thread; ``error`` is what it ended with."""
+
+    def __init__(self, wait: bool = True) -> None:
+        self._wait = wait
+        self.engine = AsyncEngine.from_config(EngineConfig(), quiet=True)
+        self.server: Server | None = None
+        self.asker: Client | None = None  # kept: a client that is forgotten takes back what it has sent
+        self.error: BaseException | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._listener = bind(HttpConfig(port=0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            run.run_frontend(self.engine, HttpConfig(drain_s=0.1), self._listener, self._on_ready)
+        except BaseException as error:
+            self.error = error
+
+    def _on_ready(self, _: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._ready.set()
+
+    def __enter__(self) -> "RunningFrontend":
+        self._thread.start()
+        assert not self._wait or self._ready.wait(LIMIT_S), self.error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.loop is not None and self.server is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.server.leave)
+        self._thread.join(LIMIT_S)
+        self._listener.close()
+
+    def call(self, function: Callable[[], object]) -> None:
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(function)
+
+    def end(self) -> BaseException | None:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), "the frontend goes on"
+        return self.error
+
+
+@pytest.fixture
+def frontend(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFrontend]:
+    use_fake_engine(monkeypatch)
+    monkeypatch.setattr(logging.getLogger("depthbatch"), "propagate", True)
+    running = RunningFrontend()
+
+    def remember(*args: Any) -> Server:
+        running.server = Server(*args)
+        return running.server
+
+    monkeypatch.setattr(run, "Server", remember)
+    with running:
+        yield running
+
+
+def _drain(frontend: RunningFrontend) -> None:
+    assert frontend.server is not None
+    frontend.call(frontend.server.on_signal)
+
+
+def _drain_and_abort(frontend: RunningFrontend) -> None:
+    _drain(frontend)
+    _drain(frontend)
+
+
+def _ask_stats(frontend: RunningFrontend) -> None:
+    frontend.asker = Client(f"ipc://{frontend.engine.run_dir}/api")
+    frontend.asker.send(verb="stats")
+
+
+def _callback(frontend: RunningFrontend) -> None:
+    frontend.call(raising)
+
+
+def _nothing(frontend: RunningFrontend) -> None:
+    pass
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[[RunningFrontend], None]]] = {
+    "engine pump": (EngineClient, "poll", _nothing),
+    "engine ticker": (AsyncEngine, "_pump", _nothing),
+    "ZMQ API receiver": (ApiRouter, "receive", _nothing),
+    "ZMQ API ticker": (ZmqApi, "_receive", _nothing),
+    "ZMQ API stats": (AsyncEngine, "stats", _ask_stats),
+    "drain": (Registry, "abort_all", _drain),
+    "abort": (Registry, "abort_all", _drain_and_abort),
+    "Exception in callback": (object, "", _callback),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failing_task_ends_the_process(
+    frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Row "an exception in a background task is swallowed, engine hangs": the open stream of either API gets its
+    terminal message, the program ends with the error that is exit status 1, one line names the task."""
+    native = Client(f"ipc://{frontend.engine.run_dir}/api", LIMIT_S)
+    messages = native.generate([7, 8], max_tokens=500, ignore_eos=True)
+    assert next(messages)["type"] == "tokens"
+    with httpx.stream("POST", frontend.url + "/v1/completions", json=LONG, timeout=LIMIT_S) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        owner, attribute, trigger = FAULTS[name]
+        if attribute:
+            monkeypatch.setattr(owner, attribute, raising)
+        trigger(frontend)
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["error"]["code"] == "engine_dead" and "on purpose" not in str(events[-1])
+    with pytest.raises(RuntimeError, match="failed"):
+        list(messages)
+    assert isinstance(frontend.end(), TaskFailedError)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert told and told[0].startswith(name) and "Broken: on purpose" in told[0]
+    native.close()
+
+
+def test_a_failing_start_names_itself(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The same row for the task that everything else hangs on: it fails after the engine is up, in what is not
+    foreseen, while probes are answered."""
+    use_fake_engine(monkeypatch)
+    monkeypatch.setattr(logging.getLogger("depthbatch"), "propagate", True)
+    monkeypatch.setattr(run, "create_app", raising)
+    with RunningFrontend(wait=False) as frontend:
+        assert isinstance(frontend.end(), TaskFailedError)
+    assert "frontend failed: Broken: on purpose" in caplog.text
+
+
+def test_an_embedded_engine_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AsyncEngine in somebody else's program, whose process is not ours to end: the request raises with the cause,
+    ``failed`` returns, the next one is refused. Being cancelled is no failure."""
+    use_fake_engine(monkeypatch)
+
+    async def main() -> None:
+        told: list[str] = []
+        task = background(asyncio.sleep(60), "sleeper", lambda name, error: told.append(name))
+        task.cancel()
+        async with AsyncEngine(quiet=True) as engine:
+            stream = engine.generate([5], SamplingParams(max_tokens=500, ignore_eos=True))
+            await anext(stream)
+            monkeypatch.setattr(EngineClient, "poll", raising)
+            with pytest.raises(EngineDeadError) as caught:
+                async for _ in stream:
+                    pass
+            assert isinstance(caught.value.__cause__, Broken)
+            assert await asyncio.wait_for(engine.failed(), LIMIT_S) is caught.value
+            with pytest.raises(EngineDeadError):
+                await anext(engine.generate([5]))
+        assert told == []
+
+    asyncio.run(main())
+
+
+THREAD = """
+import sys, threading
+from depthbatch.common.child import die_with_threads
+from depthbatch.common.logging import setup_logging
+setup_logging("worker")
+{hook}
+threading.Thread(target=lambda: 1 / 0, name="completions", daemon=True).start()
+threading.Event().wait(float(sys.argv[1]))
+print("still here")
+"""
+
+
+def test_a_failing_thread_ends_its_process() -> None:
+    """The same row for threads, in every program (each calls this hook first): status 1 and the thread's name. The
+    control shows that without the hook the process goes on, so the status is the hook's doing."""
+    ended = subprocess.run(
+        [sys.executable, "-c", THREAD.format(hook="die_with_threads()"), "60"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ended.returncode == 1 and "still here" not in ended.stdout
+    assert "CRITICAL worker: thread completions failed: ZeroDivisionError" in ended.stderr
+    control = subprocess.run([sys.executable, "-c", THREAD.format(hook=""), "0.5"], capture_output=True, text=True)
+    assert control.returncode == 0 and "still here" in control.stdout
+    root = Path(run.__file__).parents[2]
+    for program in ("scheduler/__main__.py", "worker/__main__.py", "deploy/program.py"):
+        assert "die_with_threads()" in (root / program).read_text(), program
