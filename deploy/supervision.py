@@ -5,16 +5,18 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from xmlrpc.client import Fault, ServerProxy
+from xml.parsers.expat import ExpatError
+from xmlrpc.client import Error, dumps, loads
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
@@ -28,27 +30,39 @@ MAX_RESTARTS = 5  # of the frontend within RESTART_WINDOW_S; the frontend itself
 RESTART_WINDOW_S = 60.0
 STOP_MARGIN_S = 15  # from the drain deadline to SIGKILL
 POLL_S = 0.2
+ASK_S = 0.2  # for an answer of supervisord: the frontend asks from its event loop
 _PR_SET_PDEATHSIG = 1
 EXPECTED_CODES = (0, 2)  # exitcodes of the configuration: no restart
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP on a UNIX socket, every step of it with a time limit."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=ASK_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ASK_S)
+        self.sock.connect(str(self._path))
 
 
 class SupervisordClient:
     """supervisord's own interface, on the UNIX socket of a run directory."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._address = f"unix://{run_dir}/supervisor.sock"
+        self._path = run_dir / "supervisor.sock"
 
     def info(self, name: str) -> dict[str, Any] | None:
-        """What supervisord knows of a program; None when it cannot be asked."""
-        from supervisor.xmlrpc import SupervisorTransport
-
-        transport = SupervisorTransport(None, None, self._address)  # a new one: after an error it is of no use
-        try:
-            answer = ServerProxy("http://127.0.0.1", transport=transport).supervisor.getProcessInfo(name)
-        except (OSError, Fault, HTTPException):
-            return None
-        finally:
-            transport.close()
+        """What supervisord knows of a program; None when it cannot be asked, or does not answer at once."""
+        body = dumps((name,), "supervisor.getProcessInfo")
+        with contextlib.closing(_UnixConnection(self._path)) as connection:
+            try:
+                connection.request("POST", "/RPC2", body, {"Content-Type": "text/xml"})
+                answer = loads(connection.getresponse().read())[0][0]
+            except (OSError, HTTPException, Error, ExpatError):
+                return None
         return answer if isinstance(answer, dict) else None
 
     def exit_code(self, name: str) -> int | None:
@@ -100,10 +114,12 @@ class Supervision:
         )
 
     def _copy_output(self) -> None:
-        """The output of all programs, as it comes, on our stderr."""
+        """The output of all programs, as it comes, on our stderr. Read even when that is closed: a full pipe would stop
+        supervisord, and then them."""
         assert self._process.stdout is not None
         while data := os.read(self._process.stdout.fileno(), 1 << 16):
-            os.write(sys.stderr.fileno(), data)
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), data)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first goes to supervisord, which stops the frontend (it drains) and then the others, at its next turn, up
@@ -131,6 +147,8 @@ class Supervision:
                     return code or 1
                 if self._restarts_too_often():
                     raise EngineDeadError(f"the frontend died {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s")
+            if not self._copier.is_alive() and self._process.poll() is None:
+                raise EngineDeadError("the copier of the programs' output has failed")
             time.sleep(POLL_S)
         if self._signals == 0:
             raise EngineDeadError(f"supervisord died (exit code {self._process.returncode})")

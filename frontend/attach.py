@@ -18,6 +18,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.transport import endpoint
 
 START_S = 30.0  # from the death of a process to its successor's pid
+ASK_EVERY_S = 1.0  # the supervisor, about a process that is expected
 KILL_S = 5.0
 STALE_S = 2.0  # a worker that much older than its scheduler belongs to a former one
 CONFIG_FILE = "engine.json"
@@ -56,6 +57,7 @@ class AttachedProcess:
         self._supervisor = supervisor
         self._former_pid = former_pid
         self._deadline_s = time.monotonic() + START_S
+        self._next_question_s = 0.0
         self._died_s: float | None = None
 
     @property
@@ -68,7 +70,7 @@ class AttachedProcess:
         if self.pid:
             dead = bool(select.select([self.fd], [], [], 0)[0])
         else:
-            self.exit_code = self._supervisor.exit_code(self.name)
+            self._ask_supervisor()
             dead = self.exit_code is not None or time.monotonic() > self._deadline_s
         if dead:
             self._died_s = time.monotonic()
@@ -103,6 +105,13 @@ class AttachedProcess:
     def release(self) -> None:
         os.close(self.fd)
 
+    def _ask_supervisor(self) -> None:
+        """Not at every look: the answer takes time, and requests and probes wait for it."""
+        now_s = time.monotonic()
+        if now_s >= self._next_question_s:
+            self._next_question_s = now_s + ASK_EVERY_S
+            self.exit_code = self._supervisor.exit_code(self.name)
+
     def _look_for_pid(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             pid = int((self._run_dir / f"{self.name}.pid").read_text())
@@ -135,11 +144,13 @@ class AttachedProcesses:
     def start(self, name: str) -> AttachedProcess:
         """Expects a (new) process of that name."""
         former = self.children.pop(name, None)
+        former_pid = 0
         if former is not None:
             former.release()
+            former_pid = former.pid
         elif name == "worker":
-            self._end_stale_worker()
-        child = AttachedProcess(name, self.run_dir, self._supervisor, former.pid if former is not None else 0)
+            former_pid = self._end_stale_worker()
+        child = AttachedProcess(name, self.run_dir, self._supervisor, former_pid)
         self.children[name] = child
         return child
 
@@ -155,12 +166,17 @@ class AttachedProcesses:
             child.release()
         self.children.clear()
 
-    def _end_stale_worker(self) -> None:
-        """A worker says that it is ready only once: one that did so to a scheduler before this one is of no use."""
+    def _end_stale_worker(self) -> int:
+        """A worker says that it is ready only once: one that did so to a scheduler before this one is of no use.
+
+        Returns its pid, for which its successor must not be taken, or 0."""
         with contextlib.suppress(OSError, ValueError):
             path = self.run_dir / "worker.pid"
             if path.stat().st_mtime < (self.run_dir / "scheduler.pid").stat().st_mtime - STALE_S:
-                os.kill(int(path.read_text()), signal.SIGKILL)
+                pid = int(path.read_text())
+                os.kill(pid, signal.SIGKILL)
+                return pid
+        return 0
 
 
 def write_config(run_dir: Path, config: EngineConfig) -> None:
