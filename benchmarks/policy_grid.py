@@ -26,8 +26,9 @@ PROFILES = Path(__file__).resolve().parent / "profiles"
 WIDTHS = (8, 16, 32, 64, 128, 256)
 WORKLOADS = ("alpaca", "sharegpt", "arxiv")
 SHARES_OF_W = (1 / 4, 1 / 2, 3 / 4, 7 / 8)  # K, besides 1; K = W differs from no-refill by its tail only
-REQUESTS_PER_SLOT = 4  # and at least so many output tokens a cell, that start and end do not rule the result:
+REQUESTS_PER_SLOT = 4  # and at least so many output tokens a cell, that start and end do not rule the result,
 MIN_OUTPUT_TOKENS = 25_000
+TOKENS_PER_SLOT = 1_250  # or this many for each slot where that is less
 _MEAN_OUTPUT = {"alpaca": 60, "sharegpt": 311, "arxiv": 370}
 
 
@@ -94,20 +95,20 @@ def _bell(depths: np.ndarray, mean: float, sigma: float) -> dict[int, float]:
 
 def run_setting(profile: DeviceProfile, workload: Workload, policy: str, w: int, k: int | None = None) -> Run:
     """One policy in virtual time, with KV memory that never binds."""
-    options = EngineConfig(policy=policy, max_num_seqs=w, min_coda_batch=k, preemption="off")
+    options = EngineConfig(policy=policy, max_num_seqs=w, min_coda_batch=k, preemption="off", async_scheduling="off")
     info = virtual_engine(workload, w, profile.r_max, None, profile.boundary_layers)
     return simulate(workload, profile, SchedulerConfig.resolve(options, info), progress=False)
 
 
-def cell_workload(cell: Cell, profile: DeviceProfile, exits: dict[int, float]) -> Workload:
-    """The requests of a cell, seed 0."""
-    requests = max(MIN_OUTPUT_TOKENS // _MEAN_OUTPUT[cell.workload], REQUESTS_PER_SLOT * cell.w)
-    return load_workload(cell.workload, requests, exits, profile.r_max)
+def num_requests(cell: Cell) -> int:
+    """How many requests make a cell's result."""
+    tokens = min(MIN_OUTPUT_TOKENS, TOKENS_PER_SLOT * cell.w)
+    return max(tokens // _MEAN_OUTPUT[cell.workload], REQUESTS_PER_SLOT * cell.w)
 
 
 def run_cell(cell: Cell, profile: DeviceProfile, exits: dict[int, float]) -> dict[str, Any]:
     """All settings of a cell; throughputs in tokens/s."""
-    workload = cell_workload(cell, profile, exits)
+    workload = load_workload(cell.workload, num_requests(cell), exits, profile.r_max)
     fixed = {}
     for k in sorted({1, *(max(1, round(share * cell.w)) for share in SHARES_OF_W)}):
         fixed[f"refill K={k}"] = run_setting(profile, workload, "refill", cell.w, k).tokens_per_s
@@ -137,7 +138,8 @@ def run_auto_again(source: Path, target: Path, profiles: dict[str, DeviceProfile
     for line in map(json.loads, source.read_text().splitlines()):
         cell = Cell(*(line[key] for key in Cell._fields))
         profile = profiles[cell.profile]
-        workload = cell_workload(cell, profile, exit_distributions(profile)[cell.exits])
+        exits = exit_distributions(profile)[cell.exits]
+        workload = load_workload(cell.workload, line["requests"], exits, profile.r_max)
         again = run_auto(cell, profile, workload, line["fixed"])
         print(*cell, line["auto_vs_best"], "->", again["auto_vs_best"], file=sys.stderr, flush=True)
         with target.open("a") as file:

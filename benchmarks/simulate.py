@@ -96,7 +96,8 @@ class Run:
     preemptions: int = 0
     scheduler_us: list[float] = field(default_factory=list)  # real time, complete + next_stage a stage
     first_token_s: dict[int, float] = field(default_factory=dict)  # by index of the request in the workload
-    last_token_s: dict[int, float] = field(default_factory=dict)
+    last_token_s: dict[int, float] = field(default_factory=dict)  # of requests that have finished
+    gaps_s: list[float] = field(default_factory=list)  # between a request's successive tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -112,6 +113,7 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
     """Runs a workload to its end in virtual time. Raises ConfigError when a request can never be served."""
     scheduler, run = Scheduler(config), Run(config)
     arrivals = deque(sorted(enumerate(workload.requests), key=lambda item: item[1].arrival_s))
+    latest_s: dict[int, float] = {}  # token, of requests that run
     in_flight: deque[StageResult] = deque()
     now = device_free = spent = 0.0
     clock = time.perf_counter
@@ -121,7 +123,7 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
         while True:
             while arrivals and arrivals[0][1].arrival_s <= now:
                 index, request = arrivals.popleft()
-                rejected = scheduler.submit(request.submit(index, config.r_max))
+                rejected = scheduler.submit(request.submit(index, config.r_max), request.arrival_s)
                 if rejected is not None:
                     raise ConfigError(f"request {index} cannot be served: {rejected.reason}")
             while True:
@@ -143,8 +145,14 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                 spent += clock() - start
                 before = run.finished
                 for event in events:
-                    run.first_token_s.setdefault(event.request_id, now)
+                    before_s = latest_s.get(event.request_id)
+                    latest_s[event.request_id] = now
+                    if before_s is None:
+                        run.first_token_s[event.request_id] = now
+                    else:
+                        run.gaps_s.append(now - before_s)
                     if event.finish_reason is not None:
+                        del latest_s[event.request_id]
                         run.last_token_s[event.request_id] = now
                         run.finished += 1
                 run.tokens += len(events)

@@ -22,6 +22,7 @@ from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 
 POLICIES = ("auto", "refill", "no-refill", "cb")
+OBJECTIVES = ("throughput", "latency", "goodput")
 ASYNC_MODES = ("off", "async", "lookahead")
 PREEMPTION = ("off", "recompute")
 
@@ -50,6 +51,16 @@ class EngineConfig:
     device: str = option("auto", "auto, cpu, cuda or simulated:PROFILE.json")
     dtype: str = option("auto", "dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16"))
     policy: str = option("refill", "how stages are ordered", POLICIES)
+    objective: str = option("throughput", "what auto aims at; the others than throughput have targets", OBJECTIVES)
+    ttft_target_ms: float | None = option(
+        None, "time to first token that latency and goodput aim at, from arrival (default there: 1000)", low=1.0
+    )
+    itl_target_ms: float | None = option(
+        None,
+        "inter-token latency that latency (between any two tokens) and goodput (mean of a request) aim at "
+        "(default there: 100)",
+        low=0.1,
+    )
     max_num_seqs: int = option(64, "W: most sequences that are active at a time", low=1, high=65535)
     max_num_batched_tokens: int = option(8192, "M: most prompt tokens in one prefill batch", low=1)
     min_free_slots: int | None = option(None, "S: free slots that a prefill waits for (default max(1, W // 8))", low=1)
@@ -95,6 +106,11 @@ class EngineConfig:
             raise ConfigError(f"min_free_slots {self.min_free_slots} is more than max_num_seqs {self.max_num_seqs}")
         if self.min_coda_batch is not None and self.min_coda_batch > self.max_num_seqs:
             raise ConfigError(f"min_coda_batch {self.min_coda_batch} is more than max_num_seqs {self.max_num_seqs}")
+        if self.objective != "throughput" and self.policy != "auto":
+            raise ConfigError(f"objective {self.objective} needs policy auto, not {self.policy}")
+        for name in ("ttft_target_ms", "itl_target_ms"):
+            if getattr(self, name) is not None and self.objective == "throughput":
+                raise ConfigError(f"{name} needs policy auto with objective latency or goodput")
         gate = GATE_BY_LABEL[self.gate] if self.gate is not None else Gate.NONE
         if self.kv_layout is not None and not KVLayout(self.kv_layout).allows_early_exit and gate.may_exit_early:
             raise ConfigError(f"kv_layout {self.kv_layout} cannot run gate {self.gate}: early exits leave holes in it")

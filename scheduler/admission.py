@@ -5,6 +5,7 @@ from depthbatch.common.frames import Int32Array
 from depthbatch.scheduler.blocks import BlockPool, SlotPool
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.extras import PrefillChunk
+from depthbatch.scheduler.policies import PrefillLimit
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
 
@@ -41,19 +42,22 @@ class Admission:
         head = self.waiting.head()
         return head is not None and self.slots.free >= needed and self._has_blocks(head)
 
-    def pack(self) -> list[PrefillChunk]:
-        """Up to M prompt tokens in arrival order; the caller has checked can_prefill."""
-        budget = self._config.max_num_batched_tokens
+    def pack(self, limit: PrefillLimit | None = None) -> list[PrefillChunk]:
+        """Up to M prompt tokens in arrival order, or up to a policy's limit; the caller has checked can_prefill."""
+        budget, prompts = self._config.max_num_batched_tokens, self.slots.total
+        if limit is not None:
+            budget, prompts = limit
         chunks: list[PrefillChunk] = []
         if self.partial is not None:
             chunks.append(self._chunk(self.partial, budget, _NO_BLOCKS))
             budget -= chunks[-1].length
-        while budget and self.slots.free:
+        while budget and self.slots.free and prompts:
             head = self.waiting.head()
             if head is None or not self._has_blocks(head):
                 break
             chunks.append(self._chunk(head, budget, self._admit(head)))
             budget -= chunks[-1].length
+            prompts -= 1
         return chunks
 
     def blocks_missing(self) -> bool:

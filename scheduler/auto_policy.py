@@ -1,6 +1,14 @@
 """The policy ``auto``: coda now or after another core step, prefill now or later, by measured cost (scheduling.md).
 
-Objective: tokens per second in steady state. It splits into two decisions that share one cost model, fitted online:
+What it maximises (``--objective``):
+
+* ``throughput``: tokens per second in steady state.
+* ``latency``: keeps the ITL target between any two tokens and has as low a TTFT as that allows; where TTFT passes its own
+  target, both give way in the same proportion.
+* ``goodput``: tokens per second of the requests that keep both targets (TTFT, and the mean of their ITL). Requests that
+  can no longer keep theirs are served when nothing else waits.
+
+Throughput splits into two decisions that share one cost model, fitted online:
 
 * coda + prelude: the optimal stopping rule of ``coda_timing``, whose one number theta is chosen by a tournament that is
   played in the background on the depths seen lately. Until that has a result, theta follows from the economic order
@@ -9,6 +17,9 @@ Objective: tokens per second in steady state. It splits into two decisions that 
   kappa = (delta_core + codas a step * boundary_delta) / W a core step. With phi slots falling free a core step the
   economic order quantity is S = sqrt(2 delta_prefill phi / kappa), at most the prompts that fit into one batch of M
   tokens, since beyond that nothing more is shared. Until known: the configured S.
+
+The other objectives take these decisions too, but ``prefill_pacing`` says whether and how much prefill may run.
+Coda is timed alike under all three: with a given number of rows mean ITL = rows / tokens per second.
 
 Prefill is tried between coda and prelude, so that new rows and returning rows share one prelude.
 
@@ -25,6 +36,7 @@ from depthbatch.scheduler.cost_model import StageCosts
 from depthbatch.scheduler.exit_forecast import ExitForecast
 from depthbatch.scheduler.inflight import InFlightStep
 from depthbatch.scheduler.policies import Move, PrefillLimit, QueueView
+from depthbatch.scheduler.prefill_pacing import DecodeForecast, Pacing, PrefillCost, Targets
 
 _REFRESH_STEPS = 32  # core steps between refits; in the beginning also after 8 and 16
 _ROUND_S = 60e-6  # about what a round of the tournament takes the scheduler
@@ -56,10 +68,16 @@ class AutoPolicy:
         self._core_s = 0.0  # of the latest core step
         self._credit_s = 0.0  # time that rounds of the tournament may take
         self._last_end_s: float | None = None  # of the latest stage, on the worker's clock
+        self._pacing: Pacing | None = None  # of prefill, under targets
+        if config.objective != "throughput":
+            targets = Targets(config.ttft_target_s, config.itl_target_s)
+            self._pacing = Pacing(config.objective, targets, width, config.max_num_batched_tokens)
+        self._decode = DecodeForecast(self.forecast.remaining(), 0.0)
+        self._context = 0.0  # tokens a row, in the latest core step
 
     def choose(self, view: QueueView) -> Move | None:
         """The next move; None when nothing can run."""
-        can_prefill = view.can_prefill(self.min_free_slots)
+        can_prefill = view.can_prefill(self.min_free_slots) if self._pacing is None else self._paced(self._pacing, view)
         if view.q_d:
             return Move.PREFILL if can_prefill else Move.PRELUDE
         if view.q_c and not (view.q_r and self._defers(view)):
@@ -80,8 +98,11 @@ class AutoPolicy:
         rows = step.slots.size
         self.costs.add(step.stage, rows, self._bucket_of[rows], step.tokens, end_s - waited_since_s)
         self._flow.add(step)
+        if self._pacing is not None:
+            self._pacing.observe(step, end_s - waited_since_s, end_s)
         if step.stage is Stage.CORE:
             self._core_s = end_s - start_s
+            self._context = step.tokens / max(rows, 1)
         elif step.stage is Stage.CODA:
             self.forecast.add(step.slots, step.depths)
 
@@ -95,6 +116,13 @@ class AutoPolicy:
         else:
             exits = np.bincount(ready.loops, minlength=self.forecast.r_max + 1) @ self.forecast.blind
         return defer(self.theta, view.q_c, exits)
+
+    def _paced(self, pacing: Pacing, view: QueueView) -> bool:
+        """Whether prefill may run under the targets; sets its limit."""
+        known = self.costs.prefill_delta
+        cost = None if known is None else PrefillCost(known, self.costs.prefill_gamma)
+        self.prefill_limit = pacing.limit(view, self.min_free_slots, cost, self._decode)
+        return self.prefill_limit is not None
 
     def _think(self, view: QueueView) -> None:
         """What is done beside a core step: a round of the tournament, and now and then a refit."""
@@ -110,6 +138,9 @@ class AutoPolicy:
         self.costs.refit()
         self.forecast.refresh()
         self.tournament.refresh()
+        if self._pacing is not None:
+            row_s = self.costs.row_seconds(self._context, self.forecast.mean_depth)
+            self._decode = DecodeForecast(self.forecast.remaining(), row_s)
         costs = self.costs.decode
         if costs is None:
             return

@@ -5,7 +5,7 @@ Knows neither models nor devices; everything it needs of them is in EngineInfo.
 
 from dataclasses import dataclass
 
-from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
+from depthbatch.common.config import ASYNC_MODES, OBJECTIVES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import MAX_STAGES_IN_FLIGHT
 from depthbatch.common.gates import Gate
@@ -13,6 +13,8 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
 
 MAX_PRIORITY = 1 << 20
+DEFAULT_TTFT_TARGET_MS = 1000.0
+DEFAULT_ITL_TARGET_MS = 100.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class SchedulerConfig:
     max_model_len: int  # tokens, prompt and output
     buckets: tuple[int, ...]  # ascending row counts of decode stages
     vocab_size: int
+    objective: str = "throughput"  # of auto; the targets are its
+    ttft_target_s: float = DEFAULT_TTFT_TARGET_MS / 1e3
+    itl_target_s: float = DEFAULT_ITL_TARGET_MS / 1e3
     kv_headroom: float = 0.0  # share of the blocks kept free at admission
     preemption: str = "recompute"
     async_scheduling: str = "off"
@@ -40,6 +45,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check(self.policy in POLICIES, f"policy '{self.policy}' is not one of {', '.join(POLICIES)}")
+        _check(self.objective in OBJECTIVES, f"objective '{self.objective}' is not one of {', '.join(OBJECTIVES)}")
         _check(self.preemption in PREEMPTION, f"preemption '{self.preemption}' is not one of {', '.join(PREEMPTION)}")
         _check(
             self.async_scheduling in ASYNC_MODES,
@@ -90,6 +96,9 @@ class SchedulerConfig:
             max_model_len=info.max_model_len,
             buckets=tuple(info.buckets),
             vocab_size=info.vocab_size,
+            objective=options.objective,
+            ttft_target_s=(options.ttft_target_ms or DEFAULT_TTFT_TARGET_MS) / 1e3,
+            itl_target_s=(options.itl_target_ms or DEFAULT_ITL_TARGET_MS) / 1e3,
             kv_headroom=options.kv_headroom,
             preemption=options.preemption,
             async_scheduling=options.async_scheduling,

@@ -18,9 +18,9 @@ from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.extras import Targets, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
-from depthbatch.scheduler.policies import Move, Policy
+from depthbatch.scheduler.policies import HeadPrompt, Move, Policy
 from depthbatch.scheduler.requests import Request, State
-from depthbatch.scheduler.rows import DECODE, EXITED, READY, ReadyRows, SlotArray
+from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
 from depthbatch.scheduler.selfcheck import check_idle, check_ownership
 from depthbatch.scheduler.validation import make_request
 
@@ -36,7 +36,7 @@ class Scheduler:
         self.rows = self.admission.rows
         self._requests: dict[int, Request] = {}
         self._in_flight = InFlight(config)
-        self._view = _View(self.admission, self._in_flight)
+        self._view = _View(self.admission, self._in_flight, config.r_max)
         self._events: list[TokenEvent] = []  # terminal events that no result brings
         self._unsettled: dict[int, Request] = {}  # preempted while tokens were in flight
         self._bucket_of = bucket_table(config.buckets, config.max_num_seqs)
@@ -80,6 +80,7 @@ class Scheduler:
         """The next stage to send, None when nothing can run or a result must come first. ``now`` in seconds."""
         if self._in_flight.full():
             return None
+        self._view.now_s = now
         while (move := self.policy.choose(self._view)) is not None:
             if move is Move.PREFILL and self._unsettled:
                 return None  # its prompt includes tokens that are not known yet
@@ -259,7 +260,7 @@ class Scheduler:
         return self._send(step, frame, Variant.GATES if step.decides else 0)
 
     def _prefill(self, now: float) -> ScheduledStage:
-        chunks = self.admission.pack()
+        chunks = self.admission.pack(self.policy.prefill_limit)
         frame = prefill_frame(chunks)
         params = slot_param_frame([chunk.request for chunk in chunks if chunk.new_blocks.size])
         slots = np.array([chunk.request.slot for chunk in chunks], dtype=np.intp)
@@ -432,11 +433,13 @@ class Scheduler:
 class _View:
     """The policies' QueueView over the live state."""
 
-    def __init__(self, admission: Admission, in_flight: InFlight) -> None:
+    def __init__(self, admission: Admission, in_flight: InFlight, r_max: int) -> None:
         self._admission = admission
         self._in_flight = in_flight
         self._rows = admission.rows
+        self._r_max = r_max
         self.width = admission.slots.total
+        self.now_s = 0.0
 
     @property
     def free_slots(self) -> int:
@@ -467,6 +470,27 @@ class _View:
 
     def ready_rows(self) -> ReadyRows:
         return self._rows.ready_rows()
+
+    def decoding_rows(self) -> DecodingRows:
+        return self._rows.decoding_rows(self._r_max)
+
+    def head_prompt(self) -> HeadPrompt | None:
+        admission = self._admission
+        if admission.partial is not None:
+            request, arrived_s = admission.partial, float(self._rows.arrived_s[admission.partial.slot])
+            tokens, untouched = request.length - request.computed, False
+        elif (head := admission.waiting.head()) is not None:
+            request, arrived_s = head, np.nan if head.arrived_s is None else head.arrived_s
+            tokens, untouched = head.length, not (head.output or head.preempted)
+        else:
+            return None
+        waited_s = 0.0 if np.isnan(arrived_s) else max(0.0, self.now_s - arrived_s)
+        return HeadPrompt(waited_s, tokens, untouched, request.overdue)
+
+    def set_head_overdue(self) -> None:
+        waiting = self._admission.waiting
+        if (head := waiting.head()) is not None:
+            waiting.set_overdue(head)
 
     def next_exits(self) -> int:
         return self._rows.next_exits()

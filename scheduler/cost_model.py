@@ -138,6 +138,7 @@ class StageCosts:
         }
         self.decode: DecodeCosts | None = None  # None: not known yet
         self.prefill_delta: float | None = None  # seconds
+        self.prefill_gamma = 0.0  # seconds a prompt token, once the delta is known
 
     def add(self, stage: Stage, rows: int, padded: int, tokens: int, seconds: float) -> None:
         """One retired stage; ``tokens`` are context tokens (core) or prompt tokens (prefill)."""
@@ -154,7 +155,16 @@ class StageCosts:
         for fit in self._fits.values():
             fit.solve()
         prefill = self._fits[Stage.PREFILL].coefficients
-        self.prefill_delta = None if prefill is None else prefill[0]
+        if prefill is not None:
+            self.prefill_delta, self.prefill_gamma = prefill
         core, coda, prelude = (self._fits[stage].coefficients for stage in (Stage.CORE, Stage.CODA, Stage.PRELUDE))
         if core is not None and coda is not None and prelude is not None:
             self.decode = DecodeCosts(core[0], core[-1], coda[0] + prelude[0], coda[-1] + prelude[-1])
+
+    def row_seconds(self, context: float, depth: float) -> float:
+        """What one more row with ``context`` tokens adds to a core step and, at that mean depth, to its share of the
+        boundary stages; 0 before it is known."""
+        core, coda, prelude = (self._fits[stage].coefficients for stage in (Stage.CORE, Stage.CODA, Stage.PRELUDE))
+        if core is None or coda is None or prelude is None:
+            return 0.0
+        return core[1] + core[2] * context + core[3] + (coda[1] + coda[2] + prelude[1] + prelude[2]) / max(depth, 1.0)

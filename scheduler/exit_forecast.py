@@ -65,6 +65,12 @@ class ExitForecast:
         known = self._depths[self._depths > 0]
         return float(known.mean()) if known.size else float(self.r_max)
 
+    def remaining(self) -> FloatArray:
+        """[r_max + 1]: expected core steps to the exit by the loops behind a row; 0 at r_max."""
+        left: FloatArray = self.blind @ np.arange(1.0, self.r_max + 1.0)
+        left[self.r_max] = 0.0
+        return left
+
     def sequences(self, rows: int) -> Int32Array | None:
         """Successive depths of ``rows`` slots, [rows, n], of the slots that have seen enough; None when none has."""
         seen = np.minimum(self._written, self._memory)

@@ -29,6 +29,8 @@ class HeadPrompt(NamedTuple):
 
     waited_s: float  # since its request arrived; 0 where that is not known
     tokens: int  # still to prefill
+    untouched: bool  # nothing of its request has run yet
+    overdue: bool  # its request has been set behind all that are not
 
 
 class QueueView(Protocol):
@@ -87,6 +89,10 @@ class QueueView(Protocol):
 
     def head_prompt(self) -> HeadPrompt | None:
         """The partly prefilled prompt, else the head of the waiting queue, if any."""
+        ...
+
+    def set_head_overdue(self) -> None:
+        """The head of the waiting queue goes behind all that are not overdue."""
         ...
 
     def next_exits(self) -> int:

@@ -9,6 +9,8 @@ from depthbatch.common.frames import Int32Array
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
 
+_BELOW_ALL = 1 << 32  # beyond any two priorities' difference
+
 
 class State(IntEnum):
     """Where a request is."""
@@ -40,6 +42,7 @@ class Request:
     preempted: bool = False
     targets_sent: int = 0  # prompt tokens, the first apart, whose scoring prefill has been dispatched
     targets_known: int = 0  # and answered
+    overdue: bool = False  # waits behind all that are not (objective goodput)
     arrived_s: float | None = None  # until it is first prefilled, on the caller's clock
 
     @property
@@ -59,7 +62,7 @@ class Request:
 
 
 class WaitingQueue:
-    """Priority first, then arrival; every operation is independent of how many wait."""
+    """Priority first, then arrival, overdue requests last; every operation is independent of how many wait."""
 
     def __init__(self) -> None:
         self._by_priority: dict[int, OrderedDict[int, Request]] = {}
@@ -87,7 +90,7 @@ class WaitingQueue:
         return next(iter(self._by_priority[self._priorities[0]].values()))
 
     def remove(self, request: Request) -> None:
-        priority = request.params.priority
+        priority = self._rank(request)
         lane = self._by_priority[priority]
         del lane[request.request_id]
         self._size -= 1
@@ -95,8 +98,17 @@ class WaitingQueue:
             del self._by_priority[priority]
             self._priorities.remove(priority)
 
+    def set_overdue(self, request: Request) -> None:
+        """A waiting request goes behind all that are not overdue."""
+        self.remove(request)
+        request.overdue = True
+        self.push(request)
+
+    def _rank(self, request: Request) -> int:
+        return request.params.priority - (_BELOW_ALL if request.overdue else 0)
+
     def _lane(self, request: Request) -> OrderedDict[int, Request]:
-        priority = request.params.priority
+        priority = self._rank(request)
         lane = self._by_priority.get(priority)
         if lane is None:
             lane = self._by_priority[priority] = OrderedDict()
