@@ -22,6 +22,8 @@ Rarer inputs and outputs travel as bytes inside the messages (StageExtra, StageR
     adjustments   int32 [n, 4]   slot | index within the slot's table | token | float32 bits added to its logit; an
                                  addition of -inf holds until position MIN_UNTIL of the slot only
     targets       int32 [n, 2]   index among the packed prompt tokens | token whose logprob is wanted there
+    depths        uint8 [n_tokens]   loops that each token of a prefill runs; none at all = r_max everywhere
+    tokens        int32 [n, 2]   slot | known token that the slot goes on with, in place of one sampled
     scores        int32 [n, 1 + 2 k]   float32 bits of a token's logprob | k likeliest tokens | bits of their logprobs
 """
 
@@ -86,7 +88,8 @@ SLOT_PARAM_FLOATS = (
 )
 MAX_ADJUSTMENTS = 1024  # entries of a slot's adjustment table: logit_bias, and stop tokens while min_tokens holds
 MAX_LOGPROBS = 20  # likeliest tokens a scored token comes with
-ADJUSTMENT_FIELDS, TARGET_FIELDS = 4, 2
+ADJUSTMENT_FIELDS, TARGET_FIELDS, KNOWN_TOKEN_FIELDS = 4, 2, 2
+MAX_DEPTH = 255  # depths travel as uint8
 
 
 def score_fields(max_logprobs: int) -> int:

@@ -49,6 +49,14 @@ class KVLayout(StrEnum):
             case _:
                 return range(0)
 
+    def keeps_every_loop(self, r_max: int) -> bool:
+        """True when no loop writes over what an earlier one has written.
+
+        Only then does a token see the same K/V of another whether the two run together (prefill) or one after the
+        other (decode): in a shared plane it sees the loop that the other is at, or the other's last one.
+        """
+        return self.num_planes(r_max) == r_max
+
     @property
     def allows_early_exit(self) -> bool:
         """False for ``depth_indexed``: a token that exits early would leave holes that deeper tokens read."""

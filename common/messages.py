@@ -72,6 +72,7 @@ class Submit(Message, frozen=True):
     prompt: bytes  # int32 token ids
     params: RequestParams
     generated: bytes = b""  # int32 tokens already produced, when a request is resubmitted after a crash
+    generated_depths: bytes = b""  # uint8, their exit depths
     scored: int = 0  # prompt logprobs already delivered, likewise
 
 
@@ -192,11 +193,13 @@ class GrammarStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Inputs that few prefills have (common.frames)."""
+    """Inputs that few prefills, and preludes (``tokens`` only), have (common.frames)."""
 
     adjustments: bytes = b""  # int32 [n, 4]
     targets: bytes = b""  # int32 [n, 2], ascending by index
     grammars: tuple[GrammarStart, ...] = ()
+    depths: bytes = b""  # uint8 [n_tokens]
+    tokens: bytes = b""  # int32 [n, 2]
 
 
 class StageBatch(Message, frozen=True):
@@ -215,7 +218,7 @@ class StageBatch(Message, frozen=True):
     variant: int = 0
     n_slot_params: int = 0  # rows of the slot parameter frame; 0 = no such frame
     after_no_work: bool = False
-    extra: StageExtra | None = None  # prefill only
+    extra: StageExtra | None = None  # prefill and prelude only
 
 
 class Variant:

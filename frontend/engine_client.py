@@ -2,10 +2,10 @@
 
 Nothing here blocks but ``wait`` and ``close``, and there is no thread: ``descriptors`` says what to wait for, ``poll``
 handles whatever has come. LLM drives it with ``wait``, AsyncEngine from its event loop. It keeps, of every live
-request, the prompt and the tokens received, so that any process may die: a dead worker is started again (the
-scheduler rebuilds its sequences); a dead scheduler is started again with a fresh worker, and every live request is
-resubmitted with its tokens. Draws depend on (seed, position) alone, so at full
-depth the continuation is the same; where tokens left early, the rebuilt K/V are those of full depth.
+request, the prompt and the tokens received with their exit depths, so that any process may die: a dead worker is
+started again (the scheduler rebuilds its sequences); a dead scheduler is started again with a fresh worker, and every
+live request is resubmitted with its tokens and depths, from which the same K/V follow. Draws depend on (seed, position)
+alone, so the continuation is the one that nothing has disturbed.
 """
 
 import atexit
@@ -64,6 +64,7 @@ class LiveRequest:
     prompt: bytes  # int32
     params: RequestParams
     generated: "array[int]" = field(default_factory=lambda: array("i"))
+    depths: bytearray = field(default_factory=bytearray)  # exit depth of each of them
     prompt_scores: list[bytes] = field(default_factory=list)  # until they go out with the first token
     scored: int = 0  # prompt tokens whose scores have come
 
@@ -244,7 +245,8 @@ class EngineClient:
 
     def _submit_message(self, request_id: int) -> Submit:
         live = self._live[request_id]
-        return Submit(request_id, live.prompt, live.params, live.generated.tobytes(), live.scored)
+        generated, depths = live.generated.tobytes(), bytes(live.depths)
+        return Submit(request_id, live.prompt, live.params, generated, depths, live.scored)
 
     def _drain(self, updates: list[Update]) -> None:
         while self._link is not None and (received := self._link.receive()) is not None:
@@ -276,6 +278,7 @@ class EngineClient:
         if event.finish_reason is None and not event.token_ids:
             return
         live.generated.extend(event.token_ids)
+        live.depths.extend(event.exit_depths)
         if event.finish_reason is not None:
             del self._live[event.request_id]
         error = EngineDeadError("the engine failed on this request") if event.finish_reason == "error" else None

@@ -1,4 +1,8 @@
-"""Who gets a slot and blocks, and which prompt tokens the next prefill runs (scheduling.md, CanPrefill)."""
+"""Who gets a slot and blocks, and which prompt tokens the next prefill runs (scheduling.md, CanPrefill).
+
+Prompts are cut where a batch is full. A request whose K/V depend on where (rebuild.py) is cut there once more when it is
+prefilled again.
+"""
 
 import numpy as np
 from depthbatch.common.frames import Int32Array
@@ -6,6 +10,7 @@ from depthbatch.scheduler.blocks import BlockPool, SlotPool
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.extras import PrefillChunk
 from depthbatch.scheduler.policies import PrefillLimit
+from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
 
@@ -46,19 +51,25 @@ class Admission:
         """Up to M prompt tokens in arrival order, or up to a policy's limit; the caller has checked can_prefill."""
         budget, prompts = self._config.max_num_batched_tokens, self.slots.total
         if limit is not None:
-            budget, prompts = limit
+            budget, prompts = self._first_chunk(limit.tokens), limit.prompts
         chunks: list[PrefillChunk] = []
         if self.partial is not None:
             chunks.append(self._chunk(self.partial, budget, _NO_BLOCKS))
             budget -= chunks[-1].length
-        while budget and self.slots.free and prompts:
+        while budget and prompts and self.partial is None and self.slots.free:
             head = self.waiting.head()
-            if head is None or not self._has_blocks(head):
+            if head is None or not self._has_blocks(head) or next_cut(head, 0, budget) > budget:
                 break
             chunks.append(self._chunk(head, budget, self._admit(head)))
             budget -= chunks[-1].length
             prompts -= 1
         return chunks
+
+    def _first_chunk(self, tokens: int) -> int:
+        """A limit that lets the first chunk through where it must be as long as it once was."""
+        request = self.waiting.head() if self.partial is None else self.partial
+        start = 0 if self.partial is None else self.partial.computed
+        return tokens if request is None else max(tokens, next_cut(request, start, tokens))
 
     def blocks_missing(self) -> bool:
         """True when the rows of Q_D need more blocks than there are."""
@@ -96,7 +107,7 @@ class Admission:
         return self.rows.position[slots] >= self.rows.num_blocks[slots] * self._config.block_size
 
     def _blocks_needed(self, request: Request) -> int:
-        tokens = request.prompt.size + request.limit - 1 if self._reserve_all else request.length
+        tokens = request.prompt.size + request.limit - 1 if self._reserve_all else request.num_tokens
         return self._config.blocks_for(tokens)
 
     def _has_blocks(self, request: Request) -> bool:
@@ -115,14 +126,18 @@ class Admission:
         request.slot = self.slots.take()
         request.state = State.ACTIVE
         request.computed = 0
-        request.prefill_tokens = request.all_tokens()
+        request.prefill_tokens = request.tokens_to_prefill()
+        if not request.output:
+            request.cuts.clear()
         self.rows.admit(request.slot, request, blocks)
         return blocks
 
     def _chunk(self, request: Request, budget: int, new_blocks: Int32Array) -> PrefillChunk:
         start, total = request.computed, request.length
-        length = min(budget, total - start)
+        length = next_cut(request, start, budget)
         request.computed = start + length
+        if request.replays and sum(request.cuts) == start:
+            request.cuts.append(length)
         is_last = request.computed == total
         self.partial = None if is_last else request
         return PrefillChunk(request, start, length, is_last, new_blocks)

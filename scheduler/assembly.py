@@ -41,7 +41,7 @@ def decode_frame(slots: SlotArray, positions: Int32Array, aux: Int32Array | None
 def prefill_frame(chunks: list[PrefillChunk]) -> Int32Array:
     """slot | start | length | sample | token ids | updates."""
     heads = np.array(
-        [(c.request.slot, c.start, c.length, c.is_last) for c in chunks],
+        [(c.request.slot, c.start, c.length, c.samples) for c in chunks],
         dtype=np.int32,
     ).T
     parts = [heads.ravel()]

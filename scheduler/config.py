@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from depthbatch.common.config import ASYNC_MODES, OBJECTIVES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import MAX_STAGES_IN_FLIGHT
+from depthbatch.common.frames import MAX_DEPTH, MAX_STAGES_IN_FLIGHT
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
@@ -60,6 +60,7 @@ class SchedulerConfig:
             "block_size",
         ):
             _check(getattr(self, name) >= 1, f"{_option(name)} must be at least 1, not {getattr(self, name)}")
+        _check(self.r_max <= MAX_DEPTH, f"r-max must be at most {MAX_DEPTH}, not {self.r_max}")
         for name in ("min_free_slots", "min_coda_batch"):
             value = getattr(self, name)
             _check(value <= self.max_num_seqs, f"{_option(name)} {value} is above max-num-seqs {self.max_num_seqs}")

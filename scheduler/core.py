@@ -10,15 +10,16 @@ from itertools import islice, repeat
 import numpy as np
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import Int32Array, Stage
-from depthbatch.common.messages import Rejected, StageBatch, StageResult, Submit, TokenEvent, Variant
+from depthbatch.common.messages import Rejected, StageBatch, StageExtra, StageResult, Submit, TokenEvent, Variant
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.assembly import ScheduledStage, decode_frame, prefill_frame, slot_param_frame
 from depthbatch.scheduler.choice import make_policy
 from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
-from depthbatch.scheduler.extras import Targets, prefill_variant, split_rows, stage_extra, take_targets
+from depthbatch.scheduler.extras import Targets, coda_variant, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
 from depthbatch.scheduler.policies import HeadPrompt, Move, Policy
+from depthbatch.scheduler.rebuild import feed_known_tokens, start_decode
 from depthbatch.scheduler.requests import Request, State
 from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
 from depthbatch.scheduler.selfcheck import check_idle, check_ownership
@@ -118,8 +119,7 @@ class Scheduler:
         return events
 
     def recover(self) -> None:
-        """The worker is gone: everything in flight is lost, every request it worked on waits for a new prefill over
-        prompt and generated tokens."""
+        """The worker is gone: everything in flight is lost, every request it worked on waits to be rebuilt."""
         self._in_flight.clear()
         self._unsettled.clear()
         lost = [r for r in self._requests.values() if r.state in (State.ACTIVE, State.DRAINING)]
@@ -214,33 +214,25 @@ class Scheduler:
         depths = rows.loop.take(slots)
         positions = rows.position.take(slots)
         frame = decode_frame(slots, positions, depths, self._bucket_of[slots.size])
-        variant = self._coda_variant(slots)  # while the slots still know their requests
+        variant = coda_variant(rows, slots)  # while the slots still know their requests
         last = slots[positions >= rows.last_position.take(slots)]
         by_slot = rows.request
         requests = tuple([by_slot[slot] for slot in slots.tolist()])
+        if rows.any_of("again", slots):
+            known = rows.again[slots].tolist()
+            requests = tuple([None if old else request for request, old in zip(requests, known, strict=True)])
         step = InFlightStep(self._take_step_id(), Stage.CODA, slots, now, scored=bool(variant & Variant.SCORE))
-        step.requests = requests  # type: ignore[assignment]
+        step.requests = requests
         step.depths = tuple(depths.tolist())
         positions += 1
         rows.position[slots] = positions
         rows.move(slots, EXITED, DECODE)
         for request in requests:
-            request.dispatched += 1  # type: ignore[union-attr]
+            if request is not None:
+                request.dispatched += 1
         for slot in last.tolist():
             self._drain(slot)
         return self._send(step, frame, variant)
-
-    def _coda_variant(self, slots: SlotArray) -> int:
-        any_of, variant = self.rows.any_of, 0
-        if any_of("sampled", slots):
-            variant |= Variant.SAMPLE
-        if any_of("shaped", slots):
-            variant |= Variant.SHAPE
-        if any_of("constrained", slots):
-            variant |= Variant.CONSTRAIN
-        if any_of("scored", slots):
-            variant |= Variant.SCORE
-        return variant
 
     def _prelude(self, now: float) -> ScheduledStage | None:
         """None when preemption has left nothing to run."""
@@ -252,22 +244,23 @@ class Scheduler:
             return None
         new_blocks = self.admission.grow(slots)
         rows.start_token(slots)
+        extra = feed_known_tokens(rows, slots) if rows.any_of("again", slots) else None
         step = InFlightStep(self._take_step_id(), Stage.PRELUDE, slots, now)
         step.decides = step.blocks_next = rows.any_of("preloop", slots)
         if step.decides:
             step.epochs = rows.epoch.take(slots)
         frame = decode_frame(slots, rows.position.take(slots), new_blocks, self._bucket_of[slots.size])
-        return self._send(step, frame, Variant.GATES if step.decides else 0)
+        return self._send(step, frame, Variant.GATES if step.decides else 0, extra)
 
     def _prefill(self, now: float) -> ScheduledStage:
         chunks = self.admission.pack(self.policy.prefill_limit)
         frame = prefill_frame(chunks)
         params = slot_param_frame([chunk.request for chunk in chunks if chunk.new_blocks.size])
         slots = np.array([chunk.request.slot for chunk in chunks], dtype=np.intp)
-        finished = [chunk.request for chunk in chunks if chunk.is_last]
+        sampled = [chunk.request for chunk in chunks if chunk.samples]
         step = InFlightStep(self._take_step_id(), Stage.PREFILL, slots, now)
-        step.requests = tuple(finished)
-        step.depths = (self.config.r_max,) * len(finished)
+        step.requests = tuple(sampled)
+        step.depths = (self.config.r_max,) * len(sampled)
         step.tokens = n_tokens = sum(chunk.length for chunk in chunks)
         self.counters.prompt_tokens += n_tokens
         self.counters.waited((chunk.request for chunk in chunks), now)
@@ -281,13 +274,13 @@ class Scheduler:
             variant=prefill_variant(chunks),
             n_slot_params=0 if params is None else len(params),
             after_no_work=self._nothing_ran,
-            extra=stage_extra(chunks),
+            extra=stage_extra(chunks, self.config.r_max),
         )
         step.scored = bool(header.variant & Variant.SCORE)
         step.targets = take_targets(chunks)
-        for request in finished:
-            request.dispatched += 1
-            self.rows.start_decode(request.slot, request.computed)
+        for request in [chunk.request for chunk in chunks if chunk.is_last]:
+            request.dispatched += not request.output
+            start_decode(self.rows, request)
             if request.dispatched >= request.limit:
                 self._drain(request.slot)
         step.after_no_work = self._nothing_ran
@@ -295,13 +288,17 @@ class Scheduler:
         self.counters.dispatched(Stage.PREFILL, len(chunks), 0)
         return ScheduledStage(header, frame, params)
 
-    def _send(self, step: InFlightStep, frame: Int32Array, variant: int) -> ScheduledStage:
+    def _send(
+        self, step: InFlightStep, frame: Int32Array, variant: int, extra: StageExtra | None = None
+    ) -> ScheduledStage:
         """Books a decode stage."""
         rows, bucket = step.slots.size, frame.shape[1]
         step.after_no_work = self._nothing_ran
         self._in_flight.push(step)
         self.counters.dispatched(step.stage, rows, bucket)
-        header = StageBatch(step.step_id, step.stage, bucket, rows, variant=variant, after_no_work=self._nothing_ran)
+        header = StageBatch(
+            step.step_id, step.stage, bucket, rows, variant=variant, after_no_work=self._nothing_ran, extra=extra
+        )
         return ScheduledStage(header, frame, None)
 
     def _take_step_id(self) -> int:
@@ -318,6 +315,8 @@ class Scheduler:
         if flags.size != slots.size or step.epochs is None:
             raise ValueError(f"step {step.step_id} has {slots.size} rows, its result {flags.size} flags")
         current = rows.epoch[slots] == step.epochs
+        if rows.active_with["again"]:
+            current &= ~rows.again[slots]  # their depths are known
         if step.stage is Stage.PRELUDE:
             fired = slots[current & rows.preloop[slots]]
             depth = flags[current & rows.preloop[slots]].astype(np.int32)
@@ -351,13 +350,14 @@ class Scheduler:
         scores: Iterable[bytes] = repeat(b"")
         if step.scored:
             rows = split_rows(result.scores, len(tokens))
-            scores = [row if r.params.logprobs else b"" for r, row in zip(step.requests, rows, strict=True)]
+            scores = [row if r and r.params.logprobs else b"" for r, row in zip(step.requests, rows, strict=True)]
         for request, token, depth, score in zip(step.requests, tokens, step.depths, scores, strict=False):
-            if request.state is State.DONE:
+            if request is None or request.state is State.DONE:
                 dropped += 1
                 continue
             output = request.output
             output.append(token)
+            request.depths.append(depth)
             if token in request.stop_ids or len(output) >= request.limit:
                 reason = self._finish_reason(request)
                 if reason is not None:
@@ -368,7 +368,8 @@ class Scheduler:
                 self._unsettled.pop(request.request_id, None)
         self.counters.dropped_tokens += dropped
         self.counters.generation_tokens += len(tokens) - dropped
-        self.counters.depths(step.depths)
+        pairs = zip(step.requests, step.depths, strict=True)
+        self.counters.depths(step.depths if None not in step.requests else tuple([d for r, d in pairs if r]))
 
     def _finish(self, request: Request, token: int, depth: int, reason: str, score: bytes) -> None:
         if request.state is State.ACTIVE:  # a stop token: what was dispatched since is wasted

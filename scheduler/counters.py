@@ -32,7 +32,7 @@ class Counters:
         self.preemptions = 0
         self.lookahead_wasted_steps = 0
         self.stale_results = 0  # answers for steps that are no longer in flight
-        self.dropped_tokens = 0  # sampled for requests that had ended
+        self.dropped_tokens = 0  # sampled for requests that had ended, or known before
 
     def dispatched(self, stage: Stage, rows: int, bucket: int) -> None:
         self._rows[stage, rows] += 1

@@ -5,7 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from depthbatch.common.frames import ADJUSTMENT_FIELDS, TARGET_FIELDS, Int32Array
 from depthbatch.common.messages import GrammarStart, RequestParams, StageExtra, Variant
+from depthbatch.scheduler.rebuild import chunk_depths, token_after_prefill
 from depthbatch.scheduler.requests import Request
+from depthbatch.scheduler.rows import RowState, SlotArray
 
 MINUS_INFINITY = int(np.float32(-np.inf).view(np.int32))
 
@@ -18,6 +20,11 @@ class PrefillChunk(NamedTuple):
     length: int
     is_last: bool
     new_blocks: Int32Array  # blocks the slot gets with this chunk, from table index 0 on
+
+    @property
+    def samples(self) -> bool:
+        """The prefill yields the request's first token: it ends here, and no token is known."""
+        return self.is_last and not self.request.output
 
 
 class Targets(NamedTuple):
@@ -32,8 +39,9 @@ def num_adjustments(params: RequestParams) -> int:
     return len(params.logit_bias) // 8 + (len(params.stop_token_ids) if params.min_tokens else 0)
 
 
-def stage_extra(chunks: list[PrefillChunk]) -> StageExtra | None:
-    """What few prompts have: adjustments and a grammar with their first chunk, targets with every one."""
+def stage_extra(chunks: list[PrefillChunk], r_max: int) -> StageExtra | None:
+    """What few prompts have: adjustments and a grammar with their first chunk, targets with every one; and what is known
+    of sequences that are rebuilt."""
     fresh = [chunk.request for chunk in chunks if chunk.new_blocks.size]
     adjusted = [_adjustments(request) for request in fresh if num_adjustments(request.params)]
     grammars = tuple([GrammarStart(r.slot, r.prompt.size, r.params.grammar) for r in fresh if r.params.grammar])
@@ -42,9 +50,23 @@ def stage_extra(chunks: list[PrefillChunk]) -> StageExtra | None:
         if chunk.request.params.prompt_logprobs:
             targets.append(_targets(chunk, offset))
         offset += chunk.length
-    if not (adjusted or grammars or targets):
+    rebuilt = any(chunk.request.output for chunk in chunks)
+    if not (adjusted or grammars or targets or rebuilt):
         return None
-    return StageExtra(_bytes_of(adjusted), _bytes_of(targets), grammars)
+    depths, tokens = (_depths(chunks, r_max), _known_tokens(chunks)) if rebuilt else (b"", b"")
+    return StageExtra(_bytes_of(adjusted), _bytes_of(targets), grammars, depths, tokens)
+
+
+def _depths(chunks: list[PrefillChunk], r_max: int) -> bytes:
+    """uint8 a token; none when all run r_max."""
+    depths = b"".join([chunk_depths(chunk.request, chunk.start, chunk.length, r_max) for chunk in chunks])
+    return depths if depths.strip(bytes([r_max])) else b""
+
+
+def _known_tokens(chunks: list[PrefillChunk]) -> bytes:
+    """int32 [n, 2]: what the slots whose prefill ends here go on with."""
+    ended = [chunk.request for chunk in chunks if chunk.is_last and chunk.request.output]
+    return np.array([(request.slot, token_after_prefill(request)) for request in ended], np.int32).tobytes()
 
 
 def _adjustments(request: Request) -> Int32Array:
@@ -92,18 +114,32 @@ def _bytes_of(parts: list[Int32Array]) -> bytes:
 
 
 def prefill_variant(chunks: list[PrefillChunk]) -> int:
-    """Variant bits. Penalties count the tokens of every chunk; the other bits concern those that end a prompt."""
+    """Variant bits. Penalties count the tokens of every chunk; the other bits concern those that yield a token."""
     variant = 0
-    for request, _, _, is_last, _ in chunks:
-        params = request.params
+    for chunk in chunks:
+        params = chunk.request.params
         if params.shapes_logits:
             variant |= Variant.SHAPE
         if params.grammar:
             variant |= Variant.CONSTRAIN
-        if is_last and params.temperature > 0:
+        if chunk.samples and params.temperature > 0:
             variant |= Variant.SAMPLE
-        if is_last and params.logprobs:
+        if chunk.samples and params.logprobs:
             variant |= Variant.SCORE
+    return variant
+
+
+def coda_variant(rows: RowState, slots: SlotArray) -> int:
+    """Variant bits of a coda of these rows."""
+    any_of, variant = rows.any_of, 0
+    if any_of("sampled", slots):
+        variant |= Variant.SAMPLE
+    if any_of("shaped", slots):
+        variant |= Variant.SHAPE
+    if any_of("constrained", slots):
+        variant |= Variant.CONSTRAIN
+    if any_of("scored", slots):
+        variant |= Variant.SCORE
     return variant
 
 

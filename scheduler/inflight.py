@@ -24,7 +24,7 @@ class InFlightStep:
     epochs: SlotArray | None = None  # steps that decide: epoch of each row
     after_no_work: bool = False  # the worker stood still before it because nothing was runnable
     tokens: int = 0  # prompt tokens of a prefill; context tokens of a core step under a policy that learns
-    requests: tuple[Request, ...] = ()  # one a sampled token
+    requests: tuple[Request | None, ...] = ()  # one a sampled token; None: the token is known, this one is dropped
     depths: tuple[int, ...] = ()  # exit depth of each sampled token
     scored: bool = False  # its tokens come with scores
     targets: Targets | None = None  # prompt tokens that it scores

@@ -33,9 +33,12 @@ class Request:
     order: int  # smaller = served first: priority, then arrival
     stop_ids: frozenset[int]
     output: list[int] = field(default_factory=list)  # tokens known here
+    depths: bytearray = field(default_factory=bytearray)  # the exit depth of each: that of the token before it, if fed
+    replays: bool = False  # its K/V come back by decoding its output again (rebuild.py), not by a prefill over it
     dispatched: int = 0  # output tokens whose sampling stage has been dispatched
     computed: int = 0  # tokens of the running prefill that are dispatched
-    prefill_tokens: Int32Array | None = None  # while prefilling: prompt + output at admission
+    prefill_tokens: Int32Array | None = None  # while prefilling: what the prefill runs over
+    cuts: list[int] = field(default_factory=list)  # requests that replay: tokens of each chunk of the prompt's prefill
     slot: int = 0
     state: State = State.WAITING
     epoch: int = 0  # bumped on preemption and recovery
@@ -47,7 +50,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens a prefill of this request runs over."""
+        """Tokens a prefill of this request runs over: all but the one that decode goes on with, which is the last."""
+        return self.prompt.size if self.replays else self.prompt.size + max(len(self.output) - 1, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
         return self.prompt.size + len(self.output)
 
     @property
@@ -55,10 +63,11 @@ class Request:
         """Output tokens that are dispatched and not known yet."""
         return self.dispatched - len(self.output)
 
-    def all_tokens(self) -> Int32Array:
-        if not self.output:
+    def tokens_to_prefill(self) -> Int32Array:
+        """[length]"""
+        if self.length == self.prompt.size:
             return self.prompt
-        return np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])
+        return np.concatenate([self.prompt, np.asarray(self.output[:-1], dtype=np.int32)])
 
 
 class WaitingQueue:

@@ -19,8 +19,9 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
     for check in _CHECKS:
         check(submit, config)
     prompt = np.frombuffer(submit.prompt, dtype="<i4").astype(np.int32)
-    generated = np.frombuffer(submit.generated, dtype="<i4").tolist()
+    generated = np.frombuffer(submit.generated, dtype="<i4")
     _check_tokens(prompt, config, "prompt")
+    _check_tokens(generated, config, "generated")
     limit = min(params.max_tokens, config.max_model_len - prompt.size)
     _check_fits(prompt.size, limit, config)
     return Request(
@@ -31,8 +32,10 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
         limit=limit,
         order=(MAX_PRIORITY - params.priority) * (1 << 40) + arrival,
         stop_ids=frozenset(params.stop_token_ids),
-        output=generated,
-        dispatched=len(generated),
+        output=generated.tolist(),
+        depths=bytearray(submit.generated_depths),
+        replays=not config.kv_layout.keeps_every_loop(config.r_max),
+        dispatched=generated.size,
         targets_sent=submit.scored,
         targets_known=submit.scored,
     )
@@ -54,6 +57,13 @@ def _check_prompt(submit: Submit, config: SchedulerConfig) -> None:
     for name, data in (("prompt", submit.prompt), ("generated", submit.generated)):
         _require(len(data) % 4 == 0, name, f"{name} has {len(data)} bytes, not whole int32 tokens")
     _require(len(submit.params.logit_bias) % 8 == 0, "logit_bias", "logit_bias is not pairs of token and float32")
+    depths, count = submit.generated_depths, len(submit.generated) // 4
+    _require(len(depths) == count, "generated_depths", f"{count} tokens have come so far, with {len(depths)} depths")
+    _require(
+        not count or 1 <= min(depths) <= max(depths) <= config.r_max,
+        "generated_depths",
+        f"generated_depths holds a depth outside 1..{config.r_max}",
+    )
     tokens = len(submit.prompt) // 4
     _require(tokens > 0, "prompt", "prompt is empty")
     _require(
@@ -160,8 +170,8 @@ def _check_gate(submit: Submit, config: SchedulerConfig) -> None:
     _require(0 not in params.exit_depths, "exit_depths", "exit_depths holds a depth of 0")
 
 
-def _check_tokens(prompt: np.ndarray[tuple[int, ...], np.dtype[np.int32]], config: SchedulerConfig, name: str) -> None:
-    low, high = int(prompt.min()), int(prompt.max())
+def _check_tokens(tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]], config: SchedulerConfig, name: str) -> None:
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
     bad = low if low < 0 else high
     _require(
         low >= 0 and high < config.vocab_size,

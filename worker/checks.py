@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from depthbatch.common.frames import (
     ADJUSTMENT_FIELDS,
+    KNOWN_TOKEN_FIELDS,
     MAX_ADJUSTMENTS,
     ROW_AUX,
     ROW_FIELDS,
@@ -62,11 +63,17 @@ def check_stage(header: StageBatch, frame: Int32Array, slot_params: Int32Array |
     _check_slot_params(header, slot_params, limits)
     if header.stage == Stage.PREFILL:
         _check_prefill(header, frame, limits)
-        if header.extra is not None:
-            _check_extra(header, header.extra, limits)
     else:
-        _require(header.extra is None, header, "a decode stage with extra inputs")
+        known_only = StageExtra(tokens=header.extra.tokens) if header.extra is not None else None
+        _require(
+            known_only is None or (header.stage == Stage.PRELUDE and header.extra == known_only),
+            header,
+            "a decode stage with extra inputs",
+        )
         _check_decode(header, frame, limits)
+    if header.extra is not None:
+        _check_extra(header, header.extra, limits)
+        _check_known(header, header.extra, frame.reshape(-1)[: header.rows], limits)
 
 
 def _check_slot_params(header: StageBatch, slot_params: Int32Array | None, limits: StageLimits) -> None:
@@ -115,8 +122,26 @@ def _check_prefill(header: StageBatch, frame: Int32Array, limits: StageLimits) -
     _require(_within(parts.updates[:, 2], 1, limits.num_blocks - 1), header, "block out of range")
 
 
+def _check_known(header: StageBatch, extra: StageExtra, slots: Int32Array, limits: StageLimits) -> None:
+    """What is known of sequences that are rebuilt."""
+    depths = np.frombuffer(extra.depths, np.uint8)
+    _require(depths.size in (0, header.n_tokens), header, f"{depths.size} depths for {header.n_tokens} tokens")
+    _require(
+        depths.size == 0 or (int(depths.min()) >= 1 and int(depths.max()) <= limits.r_max), header, "depth out of range"
+    )
+    known = known_tokens_of(extra)
+    _require(bool(np.isin(known[:, 0], slots).all()), header, "known token of a slot that is not in it")
+    _require(np.unique(known[:, 0]).size == len(known), header, "two known tokens of a slot")
+    _require(_within(known[:, 1], 0, limits.vocab_size - 1), header, "known token out of range")
+
+
 def _check_extra(header: StageBatch, extra: StageExtra, limits: StageLimits) -> None:
-    for data, fields in ((extra.adjustments, ADJUSTMENT_FIELDS), (extra.targets, TARGET_FIELDS)):
+    parts = (
+        (extra.adjustments, ADJUSTMENT_FIELDS),
+        (extra.targets, TARGET_FIELDS),
+        (extra.tokens, KNOWN_TOKEN_FIELDS),
+    )
+    for data, fields in parts:
         _require(len(data) % (4 * fields) == 0, header, f"{len(data)} bytes are not rows of {fields} int32")
     adjustments, targets = adjustments_of(extra), targets_of(extra)
     _require(_within(adjustments[:, 0], 1, limits.num_slots), header, "adjustment of a slot that does not exist")
@@ -137,6 +162,24 @@ def adjustments_of(extra: StageExtra) -> Int32Array:
 def targets_of(extra: StageExtra) -> Int32Array:
     """[n, 2]"""
     return np.frombuffer(extra.targets, "<i4").reshape(-1, TARGET_FIELDS)
+
+
+def known_tokens_of(extra: StageExtra) -> Int32Array:
+    """[n, 2]"""
+    return np.frombuffer(extra.tokens, "<i4").reshape(-1, KNOWN_TOKEN_FIELDS)
+
+
+def rare_inputs(header: StageBatch) -> dict[str, Int32Array]:
+    """What few prefills have, under the names of PrefillInput; only what this one has."""
+    extra = header.extra
+    if extra is None:
+        return {}
+    parts = {
+        "targets": targets_of(extra),
+        "depths": np.frombuffer(extra.depths, np.uint8).astype(np.int32),
+        "known": known_tokens_of(extra),
+    }
+    return {name: values for name, values in parts.items() if len(values)}
 
 
 def _check_slots(header: StageBatch, slots: Int32Array, limits: StageLimits) -> None:

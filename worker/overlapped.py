@@ -24,7 +24,7 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.accelerator import Accelerator, Lane, Mark, Work
 from depthbatch.worker.buffers import DecodeBuffers
-from depthbatch.worker.checks import StageError, StageLimits, adjustments_of, check_stage, targets_of
+from depthbatch.worker.checks import StageError, StageLimits, adjustments_of, check_stage, known_tokens_of, rare_inputs
 from depthbatch.worker.completions import CompletionWatch
 from depthbatch.worker.grammar import Grammars
 from depthbatch.worker.models.interface import ModelSpec
@@ -198,6 +198,9 @@ class OverlappedRunner(Runner):
         if header.extra is not None and header.extra.adjustments:
             entries = self._upload_rare(entry, adjustments_of(header.extra))
             accelerator.submit(Lane.COMPUTE, partial(self.stages.slots.shaping.set_adjustments, entries))
+        if header.stage == Stage.PRELUDE and header.extra is not None:
+            known = self._upload_rare(entry, known_tokens_of(header.extra))
+            accelerator.submit(Lane.COMPUTE, partial(self.stages.replace_tokens, known))
         slots = self._constrained(header, frame)
         if slots:
             self._upload_masks(entry, slots)
@@ -277,17 +280,17 @@ class OverlappedRunner(Runner):
         sampler = self._sampler(header, frame[:rows])
         entry.count = int(frame[3 * rows : 4 * rows].sum())
         scores = self._scores_of(entry, entry.count) if sampler.scored else None
-        prompt_scores = targets = None
+        prompt_scores = None
         downloads = self._results_of(entry)
-        if header.extra is not None and header.extra.targets:
-            targets = self._upload_rare(entry, targets_of(header.extra))
+        rare = {name: self._upload_rare(entry, values) for name, values in rare_inputs(header).items()}
+        if (targets := rare.get("targets")) is not None:
             prompt_scores = torch.empty(len(targets), self.score_columns, dtype=torch.int32, device=targets.device)
             entry.prompt_scores = accelerator.host_buffer(prompt_scores.numel())
             entry.kept.append(prompt_scores)
             downloads.append((entry.prompt_scores, prompt_scores.view(-1)))
         sampled = entry.inputs[frame.size : frame.size + entry.count]
         inputs = entry.inputs[: frame.size]
-        chunks = PrefillInput.from_frame(frame, inputs, sampled, header.n_tokens, header.n_updates, targets)
+        chunks = PrefillInput.from_frame(frame, inputs, sampled, header.n_tokens, header.n_updates).with_rare(rare)
         tokens = entry.results[: entry.count]
         accelerator.submit(Lane.COMPUTE, partial(self._prefill, chunks, sampler, tokens, scores, prompt_scores))
         return downloads

@@ -3,6 +3,7 @@
 Everything with a data-dependent size is taken from the host, so that preparing a prefill never waits for the device.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ class PrefillInput(NamedTuple):
     updates: Tensor  # [n_updates, 3]
     sampled: Tensor  # [n_sampled]: which sequences end their prompt here
     targets: Tensor  # [n_targets, 2]: index among the tokens, token whose logprob is wanted there
+    depths: Tensor | None = None  # [n_tokens]: loops that each token runs; None: r_max
+    known: Tensor | None = None  # [n, 2]: slot, token that it goes on with instead of a sampled one
 
     @classmethod
     def from_frame(
@@ -50,20 +53,12 @@ class PrefillInput(NamedTuple):
         return cls(starts, lengths, heads[0], heads[1], heads[2], token_ids, updates, sampled, targets)
 
     @classmethod
-    def upload(
-        cls,
-        frame: Int32Array,
-        n_tokens: int,
-        n_updates: int,
-        device: torch.device,
-        targets: Int32Array | None = None,
-    ) -> "PrefillInput":
-        """Copies a frame, and targets [n_targets, 2], to the device, the plain way."""
+    def upload(cls, frame: Int32Array, n_tokens: int, n_updates: int, device: torch.device) -> "PrefillInput":
+        """Copies a frame to the device, the plain way."""
         n_seqs = (frame.size - n_tokens - 3 * n_updates) // 4
         sampled = sampled_sequences(frame, n_seqs)
         on_device, indices = torch.tensor(frame, device=device), torch.tensor(sampled, device=device)
-        wanted = None if targets is None else torch.tensor(targets, device=device)
-        return cls.from_frame(frame, on_device, indices, n_tokens, n_updates, wanted)
+        return cls.from_frame(frame, on_device, indices, n_tokens, n_updates)
 
     @classmethod
     def dummy(cls, n_tokens: int, device: torch.device) -> "PrefillInput":
@@ -71,6 +66,12 @@ class PrefillInput(NamedTuple):
         frame = np.zeros(4 + n_tokens, np.int32)
         frame[2:4] = n_tokens, 1
         return cls.upload(frame, n_tokens, 0, device)
+
+    def with_rare(self, rare: Mapping[str, Tensor]) -> "PrefillInput":
+        """With what few prefills have, by field name."""
+        return self._replace(
+            targets=rare.get("targets", self.targets), depths=rare.get("depths"), known=rare.get("known")
+        )
 
     def rows(self, block_table: Tensor) -> PrefillRows:
         """Where every token belongs, at plane 0."""

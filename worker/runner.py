@@ -11,7 +11,7 @@ import torch
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, score_fields
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.buffers import DecodeBuffers
-from depthbatch.worker.checks import StageLimits, adjustments_of, check_stage, targets_of
+from depthbatch.worker.checks import StageLimits, adjustments_of, check_stage, known_tokens_of, rare_inputs
 from depthbatch.worker.grammar import Grammars, require_grammars
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.scores import num_likeliest
@@ -48,6 +48,8 @@ class Runner:
             if header.extra is not None and header.extra.adjustments:
                 entries = torch.tensor(adjustments_of(header.extra), device=self._device)
                 self.stages.slots.shaping.set_adjustments(entries)
+            if header.stage == Stage.PRELUDE and header.extra is not None:
+                self.stages.replace_tokens(torch.tensor(known_tokens_of(header.extra), device=self._device))
             self._admit_grammars(header, slot_params)
             slots = self._constrained(header, frame)
             if slots:
@@ -89,6 +91,8 @@ class Runner:
         grammars = require_grammars(self.grammars, header)
         if header.stage == Stage.PREFILL:
             grammars.note_prefill(header, frame)
+            if header.extra is not None:
+                grammars.note(*known_tokens_of(header.extra).T.tolist())
         return grammars.constrained(self._given(header, frame))
 
     @staticmethod
@@ -126,8 +130,8 @@ class Runner:
     def _execute(self, header: StageBatch, frame: Int32Array) -> StageOutput:
         stage, rows = Stage(header.stage), header.rows
         if stage is Stage.PREFILL:
-            targets = None if header.extra is None else targets_of(header.extra)
-            chunks = PrefillInput.upload(frame, header.n_tokens, header.n_updates, self._device, targets)
+            rare = {name: torch.tensor(values, device=self._device) for name, values in rare_inputs(header).items()}
+            chunks = PrefillInput.upload(frame, header.n_tokens, header.n_updates, self._device).with_rare(rare)
             done = self.stages.prefill(chunks, self._sampler(header, frame[:rows]))
             tokens, scores = (tensor.cpu().numpy() for tensor in done.sampled)
             return StageOutput(tokens, NO_FLAGS, scores, done.prompt_scores.cpu().numpy())

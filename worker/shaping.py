@@ -69,10 +69,10 @@ class Shaping:
         self.counts.view(-1).scatter_add_(0, index, is_output.to(torch.int32))
         self.in_prompt.view(-1).index_fill_(0, torch.where(is_output, 0, index), True)  # output: into the dummy slot
 
-    def note_output(self, slots: Tensor, tokens: Tensor) -> None:
-        """Counts the tokens that rows were just given; slots int64 [N], tokens int32 [N]."""
+    def note_output(self, slots: Tensor, tokens: Tensor, times: int = 1) -> None:
+        """Counts the tokens that rows were just given (``times`` -1: were not given); slots int64 [N], tokens int32 [N]."""
         index = slots * self.vocab_size + tokens
-        self.counts.view(-1).scatter_add_(0, index, torch.ones_like(tokens))
+        self.counts.view(-1).scatter_add_(0, index, torch.full_like(tokens, times))
 
     def apply(self, logits: Tensor, slots: Tensor, params: SlotParams, positions: Tensor) -> Tensor:
         """Shaped logits of the tokens that go to ``positions`` int32 [N]; logits fp32 [N, V] are left as they are."""

@@ -14,7 +14,7 @@ from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, 
 from depthbatch.worker.blocks import BlockStack
 from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.gates import Hazard, gate_step
-from depthbatch.worker.models.interface import LoopedModel
+from depthbatch.worker.models.interface import LoopedModel, WorkItem
 from depthbatch.worker.planes import fill_of, needs_fill, planes_of
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.sampling import greedy_tokens, sample_tokens
@@ -157,7 +157,8 @@ class Stages:
         return DecodeAttention(self.backend, rows)
 
     def prefill(self, chunks: PrefillInput, sampler: Sampler, context: PrefillContext = PrefillAttention) -> Prefilled:
-        """Runs packed prompt chunks at full depth through every plane; tokens for those that end here."""
+        """Runs packed chunks through every plane, each token as deep as the chunks say (r_max by default); tokens for
+        those that end here."""
         self.slots.put_blocks(chunks.updates[:, 0].long(), chunks.updates[:, 1].long(), chunks.updates[:, 2])
         rows = chunks.rows(self.slots.block_table)
         token_slots = rows.token_slots.long()
@@ -166,13 +167,50 @@ class Stages:
         if sampler.shaped:
             is_output = rows.positions >= params.first_output
             self.slots.shaping.note_prompt(chunks.slots.long(), chunks.starts, token_slots, chunks.token_ids, is_output)
+        if chunks.known is not None:
+            self._go_on_with(chunks.known, sampler.shaped)
         item = self.model.prelude(chunks.token_ids, rows.positions, seeds, context(self.backend, rows))
         for loop in range(1, self.r_max + 1):
-            loops = torch.full_like(rows.positions, loop)
-            attend = context(self.backend, rows._replace(plane=self.layout.plane(loop)))
-            item = self.model.core(item, rows.positions, loops, attend)
+            rows_of_loop = rows._replace(plane=self.layout.plane(loop))
+            if chunks.depths is None:
+                item = self._prefill_loop(item, rows_of_loop, loop, context)
+            else:
+                item = self._prefill_loop_by_depth(item, rows_of_loop, loop, chunks.depths, context)
         hidden = self.model.coda(item, rows.positions, context(self.backend, rows))
         return Prefilled(self._first_tokens(chunks, hidden, sampler), self._prompt_scores(chunks, hidden))
+
+    def _prefill_loop(self, item: WorkItem, rows: PrefillRows, loop: int, context: PrefillContext) -> WorkItem:
+        return self.model.core(item, rows.positions, torch.full_like(rows.positions, loop), context(self.backend, rows))
+
+    def _prefill_loop_by_depth(
+        self, item: WorkItem, rows: PrefillRows, loop: int, depths: Tensor, context: PrefillContext
+    ) -> WorkItem:
+        """A loop of tokens of which those with depths int32 [N] below it have left: these keep their work item, and
+        their K/V of all later loops are those of their last one, which is put there before anything reads them.
+
+        They run along, since attention takes whole chunks, but as the dummy slot's, whose K/V nobody reads.
+        """
+        left = depths < loop
+        after = self._prefill_loop(
+            item, rows._replace(token_slots=rows.token_slots.masked_fill(left, 0)), loop, context
+        )
+        if self._fills and loop < self.r_max:
+            fill = fill_of(self.layout, torch.where(depths == loop, depths, 0), self.r_max)
+            table = self.slots.block_table
+            self.backend.copy_planes(rows.token_slots, rows.positions, fill.source, fill.first, fill.end, table)
+        return tuple(torch.where(left.unsqueeze(1), old, new) for old, new in zip(item, after, strict=True))
+
+    def replace_tokens(self, known: Tensor) -> None:
+        """Slots go on with known tokens instead of those they were given: int32 [n, 2] (common.frames)."""
+        slots = known[:, 0].long()
+        self.slots.shaping.note_output(slots, self.slots.token.index_select(0, slots), -1)
+        self._go_on_with(known, True)
+
+    def _go_on_with(self, known: Tensor, counted: bool) -> None:
+        slots, tokens = known[:, 0].long(), known[:, 1]
+        if counted:
+            self.slots.shaping.note_output(slots, tokens)
+        self.slots.token.index_copy_(0, slots, tokens)
 
     def _first_tokens(self, chunks: PrefillInput, hidden: Tensor, sampler: Sampler) -> Sampled:
         """Tokens after the chunks that end their prompts, from hidden [N, D]: logits at those last positions only."""

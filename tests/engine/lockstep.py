@@ -3,8 +3,9 @@
 Stages run as they are dispatched; results are delivered as late as the scheduler lets them be, so that every mode of
 async scheduling runs as deep as it can.
 
-Every stage is kept, so that a test can say what the schedule was and not only what came out of it; so is how each
-request was prefilled, since chunk borders and recomputation after preemption change what some KV layouts hold.
+Every stage is kept, so that a test can say what the schedule was and not only what came out of it; so is where each
+prompt was cut, since that changes what some KV layouts hold. A run may be disturbed: sequences preempted, the worker or
+the scheduler lost with everything in flight.
 """
 
 from collections import deque
@@ -26,13 +27,6 @@ from depthbatch.worker.loader import load_model
 MAX_STAGES = 20_000
 
 
-class Prefilled(NamedTuple):
-    """One prefill of a request: over its prompt and, after preemption, its output so far."""
-
-    outputs_before: int
-    chunks: tuple[int, ...]  # tokens
-
-
 @dataclass
 class Answer:
     """What one request got."""
@@ -40,7 +34,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    prefills: list[Prefilled] = field(default_factory=list)
+    chunks: tuple[int, ...] = ()  # tokens of each chunk of the prefill that gave the first token
     scores: bytes = b""
     prompt_scores: bytes = b""
 
@@ -51,6 +45,15 @@ class Ran:
 
     header: StageBatch
     loops: tuple[int, ...]  # of the real rows, core stages only
+
+
+@dataclass
+class Disturbance:
+    """What happens before a stage of a run is chosen."""
+
+    at_stage: int
+    kind: str  # "preempt", "worker", "scheduler"
+    pick: int = 0  # which of the active slots is preempted
 
 
 class Late(NamedTuple):
@@ -64,35 +67,41 @@ class LockstepEngine:
     """Requests in, answers out."""
 
     def __init__(self, config: EngineConfig, backend: str | None = None) -> None:
-        device = resolve_device(config.device)
-        model = load_model(
+        self._device = resolve_device(config.device)
+        self._model = load_model(
             config.model,
             dtype=config.dtype,
-            device=device,
+            device=self._device,
             load_format=config.load_format,
             seed=config.seed,
             r_max=config.max_loops,
             state_init=config.state_init,
         )
-        self.built: BuiltRunner = assemble(config, model, device, backend)
         self.config = config
+        self._backend = backend
+        self.built = self._new_worker()
         self.history: list[Ran] = []
         self.preemptions = 0
+        self.rebuilt = 0  # times that a sequence went on with a known token after its prefill
         self.deepest = 0  # most stages in flight
         self._chunks: dict[int, list[int]] = {}  # by slot, of prompts that are partly prefilled
 
-    def run(self, requests: Sequence[tuple[Sequence[int], RequestParams]]) -> list[Answer]:
+    def run(
+        self, requests: Sequence[tuple[Sequence[int], RequestParams]], disturbances: Sequence[Disturbance] = ()
+    ) -> list[Answer]:
         """Submits all requests at once and runs until every one has its terminal event."""
-        scheduler = Scheduler(SchedulerConfig.resolve(self.config, self.built.info))
         answers = [Answer() for _ in requests]
-        for index, (prompt, params) in enumerate(requests):
-            rejected = scheduler.submit(Submit(index, np.asarray(prompt, np.int32).tobytes(), params))
-            assert rejected is None, rejected
+        scheduler = self._new_scheduler(requests, answers)
         late: deque[Late] = deque()
-        self.deepest = 0
+        self.deepest = self.preemptions = 0
+        todo = sorted(disturbances, key=lambda one: one.at_stage)
+        first = len(self.history)
         for now in range(MAX_STAGES):
             if not scheduler.num_unfinished and not late:
                 break
+            if todo and len(self.history) - first >= todo[0].at_stage:
+                scheduler = self._disturb(todo.pop(0), scheduler, late, requests, answers)
+                continue
             stage = scheduler.next_stage(float(now))
             if stage is not None:
                 late.append(self._run(stage, float(now)))
@@ -102,13 +111,52 @@ class LockstepEngine:
             self._deliver(scheduler, late.popleft(), float(now), answers)
         assert scheduler.num_unfinished == 0
         scheduler.verify()
-        self.preemptions = scheduler.counters.preemptions
+        self.preemptions += scheduler.counters.preemptions
         return answers
+
+    def _new_worker(self) -> BuiltRunner:
+        """With empty memory."""
+        return assemble(self.config, self._model, self._device, self._backend)
+
+    def _new_scheduler(
+        self, requests: Sequence[tuple[Sequence[int], RequestParams]], answers: Sequence[Answer]
+    ) -> Scheduler:
+        """Knows of every unanswered request what a frontend knows: prompt, parameters, tokens and depths so far."""
+        scheduler = Scheduler(SchedulerConfig.resolve(self.config, self.built.info))
+        for index, ((prompt, params), answer) in enumerate(zip(requests, answers, strict=True)):
+            if answer.finish_reason is None:
+                data, tokens = (np.asarray(ids, np.int32).tobytes() for ids in (prompt, answer.tokens))
+                rejected = scheduler.submit(Submit(index, data, params, tokens, bytes(answer.depths)))
+                assert rejected is None, rejected
+        return scheduler
+
+    def _disturb(
+        self,
+        what: Disturbance,
+        scheduler: Scheduler,
+        late: deque[Late],
+        requests: Sequence[tuple[Sequence[int], RequestParams]],
+        answers: Sequence[Answer],
+    ) -> Scheduler:
+        if what.kind == "preempt":
+            active = [slot for slot, request in enumerate(scheduler.rows.request) if request is not None]
+            if active:
+                scheduler._preempt(active[what.pick % len(active)])
+            return scheduler
+        late.clear()
+        self.built = self._new_worker()
+        if what.kind == "worker":
+            scheduler.recover()
+            return scheduler
+        self.preemptions += scheduler.counters.preemptions
+        return self._new_scheduler(requests, answers)
 
     def _run(self, stage: ScheduledStage, now: float) -> Late:
         output = self.built.runner.run(stage.header, stage.frame, stage.slot_params)
         loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
         self.history.append(Ran(stage.header, tuple(loops)))
+        if stage.header.stage == Stage.PREFILL and stage.header.extra is not None:
+            self.rebuilt += len(stage.header.extra.tokens) // 8
         parts = (output.token_ids, output.flags, output.scores, output.prompt_scores)
         result = StageResult(stage.header.step_id, now, now + 1, *[part.tobytes() for part in parts])
         return Late(stage, result)
@@ -136,6 +184,5 @@ class LockstepEngine:
                 self._chunks[slot] = []
             self._chunks[slot].append(length)
             if sample:
-                answer = next(finished)
-                answer.prefills.append(Prefilled(len(answer.tokens), tuple(self._chunks.pop(slot))))
+                next(finished).chunks = tuple(self._chunks.pop(slot))
         assert next(finished, None) is None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
-from engine.lockstep import Answer, Prefilled
+from engine.lockstep import Answer
 from reference import huginn, ouro
 from reference.decoding import Result
 
@@ -36,22 +36,17 @@ class Agreement(NamedTuple):
 def compare(
     model: Path, prompt: list[int], params: RequestParams, layout: str, answer: Answer, state_seed: int | None = None
 ) -> Agreement:
-    """Asserts that tokens and exit depths are the reference's, given how the request was prefilled.
+    """Asserts that tokens and exit depths are the reference's, given where the prompt was cut.
 
-    A request that was preempted is a chain: each prefill runs prompt and output so far at full depth, and decoding goes
-    on from there, so exits before it no longer show in the cache. Where the reference's two best logits are a near tie
-    the engine may take the other one; what comes after it is then another text, and is not compared.
+    The reference knows no interruption, so a request that was preempted or rebuilt must not show it. Where the
+    reference's two best logits are a near tie the engine may take the other one; what comes after it is then another
+    text, and is not compared.
     """
     assert len(answer.tokens) == len(answer.depths) == params.max_tokens
     assert answer.finish_reason == "length"
-    compared = 0
-    ends = [prefill.outputs_before for prefill in answer.prefills[1:]] + [params.max_tokens]
-    for prefill, end in zip(answer.prefills, ends, strict=True):
-        start = prefill.outputs_before
-        ids = tuple(prompt + answer.tokens[:start])
-        part = _generate(model, ids, _depth_params(params), end - start, layout, prefill, state_seed)
-        compared += _equal_until_tie(part, answer.tokens[start:end], answer.depths[start:end])
-    return Agreement(compared, params.max_tokens)
+    key = _depth_params(params)
+    whole = _generate(model, tuple(prompt), key, params.max_tokens, layout, answer.chunks, state_seed)
+    return Agreement(_equal_until_tie(whole, answer.tokens, answer.depths), params.max_tokens)
 
 
 def _equal_until_tie(part: Result, tokens: list[int], depths: list[int]) -> int:
@@ -83,7 +78,7 @@ def _generate(
     params: RequestParams,
     count: int,
     layout: str,
-    prefill: Prefilled,
+    chunks: tuple[int, ...],
     state_seed: int | None,
 ) -> Result:
     state = {} if state_seed is None else {"state_seed": state_seed}
@@ -97,7 +92,7 @@ def _generate(
         threshold=params.exit_threshold,
         min_loops=params.min_loops,
         max_loops=params.max_loops,
-        exit_depths=tuple(params.exit_depths[prefill.outputs_before :]) if params.gate is Gate.REPLAY else (),
-        chunk=prefill.chunks,
+        exit_depths=tuple(params.exit_depths) if params.gate is Gate.REPLAY else (),
+        chunk=chunks,
         r_max=R_MAX.get(model),
     )

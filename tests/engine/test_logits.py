@@ -232,8 +232,9 @@ def test_a_resubmitted_request_is_scored_from_where_it_was() -> None:
     scheduler = Scheduler(SchedulerConfig.resolve(running.config, running.built.info))
     data = np.array(prompt, np.int32).tobytes()
     assert scheduler.submit(Submit(0, data, params, scored=20)) is None
-    said = np.array(want.tokens[:3], np.int32).tobytes()
-    assert scheduler.submit(Submit(1, data, params, generated=said, scored=len(prompt) - 1)) is None
+    said, depths = np.array(want.tokens[:3], np.int32).tobytes(), bytes(want.depths[:3])
+    again = Submit(1, data, params, generated=said, generated_depths=depths, scored=len(prompt) - 1)
+    assert scheduler.submit(again) is None
     tokens, scores, prompt_scores = [[], want.tokens[:3]], [b"", b""], [b"", b""]
     while scheduler.num_unfinished:
         stage = scheduler.next_stage(0.0)

@@ -134,15 +134,17 @@ def test_early_exit_gates_are_refused_under_depth_indexed() -> None:
 def test_resubmitted_requests_continue_where_they_were(generated: int, left: int, reason: str) -> None:
     """After a crash the frontend sends the tokens it has: only the rest comes, the same as without the crash, and a
     request that was complete ends at once."""
-    whole = Lockstep(BASE, depth_sensitive=False)
+    whole = Lockstep(BASE)
     whole.submit(submit(1, tokens=6))
     whole.run()
-    tokens = whole.answers[1].tokens
-    again = Lockstep(BASE, depth_sensitive=False)
+    tokens, depths = whole.answers[1].tokens, whole.answers[1].depths
+    again = Lockstep(BASE)
     first = submit(1, tokens=6)
-    again.submit(Submit(1, first.prompt, first.params, np.asarray(tokens[:generated], np.int32).tobytes()))
+    said = np.asarray(tokens[:generated], np.int32).tobytes()
+    again.submit(Submit(1, first.prompt, first.params, said, bytes(depths[:generated])))
     again.run()
-    assert again.answers[1].tokens == tokens and again.answers[1].finish_reason == reason
+    assert (again.answers[1].tokens, again.answers[1].depths) == (tokens, depths)
+    assert again.answers[1].finish_reason == reason
     assert again.scheduler.counters.generation_tokens == left
 
 
@@ -150,7 +152,7 @@ def test_resubmitted_request_that_had_stopped_ends_with_stop() -> None:
     """Its last token is a stop token: it must not decode on."""
     harness = Lockstep(BASE)
     one = submit(1, tokens=9, stop_token_ids=(7,))
-    harness.submit(Submit(1, one.prompt, one.params, np.asarray([3, 7], np.int32).tobytes()))
+    harness.submit(Submit(1, one.prompt, one.params, np.asarray([3, 7], np.int32).tobytes(), b"\4\2"))
     answer = harness.answers[1]
     assert (answer.tokens, answer.finish_reason, answer.stop_reason) == ([3, 7], "stop", 7)
 
@@ -254,7 +256,7 @@ def test_twice_oversubscribed_kv_does_not_thrash(policy: str, prompt: int, token
     ideal = replace(config, max_num_seqs=8, min_free_slots=1)
     counts = []
     for one in (ideal, config):
-        harness = Lockstep(one, depth_sensitive=False, verify_every=50)
+        harness = Lockstep(one, verify_every=50)
         for request_id in range(48):
             length = max(1, prompt - request_id % 5)
             harness.submit(
@@ -276,7 +278,7 @@ def test_twice_oversubscribed_kv_does_not_thrash(policy: str, prompt: int, token
 def test_recovery_rebuilds_every_sequence(lost_after: int) -> None:
     """The worker vanishes with results unanswered: the books balance at once, late answers of the old worker are
     counted and dropped, and a fresh worker (which checks that each sequence is prefilled anew) brings all tokens."""
-    whole, harness = (Lockstep(replace(BASE, async_scheduling="lookahead"), depth_sensitive=False) for _ in range(2))
+    whole, harness = (Lockstep(replace(BASE, async_scheduling="lookahead")) for _ in range(2))
     requests = [submit(i, 3 + i, tokens=10, gate=Gate.LOOKAHEAD, exit_threshold=0.5) for i in range(12)]
     for request in requests:
         whole.submit(request)
@@ -290,7 +292,7 @@ def test_recovery_rebuilds_every_sequence(lost_after: int) -> None:
     harness.scheduler.recover()
     harness.scheduler.verify()
     last = harness.worker.last_step_id
-    harness.worker = type(harness.worker)(harness.config, depth_sensitive=False)
+    harness.worker = type(harness.worker)(harness.config)
     harness.worker.last_step_id = last
     for result in late:
         assert harness.scheduler.complete(result, 0.0) == []

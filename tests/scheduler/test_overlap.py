@@ -18,7 +18,7 @@ SLOW = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 def scripted(config: SchedulerConfig, requests, aborts, mode: str, late: bool, seed: int) -> Lockstep:
     """Runs requests and aborts that are pinned to stage counts."""
-    harness = Lockstep(replace(config, async_scheduling=mode), depth_sensitive=True)
+    harness = Lockstep(replace(config, async_scheduling=mode))
     harness.keep_stages = True
     script: dict[int, list] = {}
     for count, submit in requests:

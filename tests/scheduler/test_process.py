@@ -80,7 +80,7 @@ class FakeWorker:
     ) -> None:
         self.info = info or engine_info()
         self.config = SchedulerConfig.resolve(OPTIONS, self.info)
-        self.worker = PagedWorker(self.config, depth_sensitive=False)
+        self.worker = PagedWorker(self.config)
         self.stages = 0
         self.error: BaseException | None = None
         self.stopping = threading.Event()

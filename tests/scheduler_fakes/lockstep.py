@@ -26,11 +26,12 @@ class Answer:
 class Lockstep:
     """Scheduler and worker in one thread. Every event is checked against the rules of a stream."""
 
-    def __init__(self, config: SchedulerConfig, depth_sensitive: bool = True, verify_every: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, verify_every: int = 1) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.worker = PagedWorker(config, depth_sensitive)
+        self.worker = PagedWorker(config)
         self.results: deque = deque()
+        self.submits: dict[int, Submit] = {}
         self.answers: dict[int, Answer] = {}
         self.rejected: dict[int, str] = {}
         self.stages: list[tuple] = []
@@ -46,7 +47,8 @@ class Lockstep:
             self.rejected[submit.request_id] = refusal.reason
         else:
             generated = np.frombuffer(submit.generated, "<i4").tolist()
-            self.answers[submit.request_id] = Answer(tokens=generated, depths=[0] * len(generated))
+            self.submits[submit.request_id] = submit
+            self.answers[submit.request_id] = Answer(tokens=generated, depths=list(submit.generated_depths))
         self._settle(self.scheduler.drain_events())
         return refusal is None
 
@@ -56,6 +58,33 @@ class Lockstep:
         assert known == (answer is not None and answer.finish_reason is None), "abort knows what is unanswered"
         self._settle(self.scheduler.drain_events())
         return known
+
+    def lose_worker(self) -> None:
+        """It dies with everything in flight; the next one starts empty."""
+        self.results.clear()
+        self.scheduler.recover()
+        self._start_worker()
+        self._settle(self.scheduler.drain_events())
+
+    def lose_scheduler(self) -> None:
+        """It dies, and its worker with it; what is unanswered is submitted again with what has been seen of it."""
+        self.results.clear()
+        self.scheduler = Scheduler(self.config)
+        self._start_worker()
+        self.worker.cuts.clear()  # where prompts were cut is lost too
+        for request_id, answer in self.answers.items():
+            if answer.finish_reason is None:
+                submit = self.submits[request_id]
+                generated = np.asarray(answer.tokens, np.int32).tobytes()
+                known = Submit(request_id, submit.prompt, submit.params, generated, bytes(answer.depths))
+                assert self.scheduler.submit(known) is None
+        self._settle(self.scheduler.drain_events())
+
+    def _start_worker(self) -> None:
+        former, self.worker = self.worker, PagedWorker(self.config)
+        self.worker.last_step_id = self.scheduler._next_step_id - 1
+        self.worker.cuts = former.cuts
+        self.worker.rebuilt, self.worker.decoded_again = former.rebuilt, former.decoded_again
 
     def dispatch(self) -> ScheduledStage | None:
         """One stage, executed at once (the worker's order is the order of dispatch), its result held back."""

@@ -5,8 +5,9 @@ not write raises at once, so slots and blocks handed on too early cannot go unno
 whole context, so a wrong token anywhere changes all later ones. ``plain_decode`` is the batch-1 reference: it has
 neither blocks, slots, stages nor batches.
 
-With ``depth_sensitive`` the cache remembers how deep each token went, as a real model's does; without it tokens depend
-on the text alone, so that recomputation (which prefills at full depth) leaves them the same.
+The cache remembers how deep each token went, as a real model's does, so a sequence that is rebuilt with one depth wrong
+says something else from there on. What a rebuilt sequence must be told is checked against what this worker gave it: no
+token of its own through prefill where loops share a plane, and its prompt cut where it was.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from depthbatch.common.frames import ROW_AUX, ROW_POSITION, ROW_SLOT, SlotParam, Stage, split_prefill_frame
 from depthbatch.common.gates import Gate
-from depthbatch.common.messages import RequestParams, StageResult, Variant
+from depthbatch.common.messages import RequestParams, StageExtra, StageResult, Variant
 from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 
@@ -65,13 +66,10 @@ def exit_depth(params: RequestParams, position: int, index: int) -> int:
     return params.max_loops
 
 
-def plain_decode(
-    prompt: Sequence[int], params: RequestParams, config: SchedulerConfig, depth_sensitive: bool
-) -> Decoded:
+def plain_decode(prompt: Sequence[int], params: RequestParams, config: SchedulerConfig) -> Decoded:
     """One sequence, one token at a time."""
-    keep = 1 if depth_sensitive else 0
-    context = [entry(token, position, keep * config.r_max) for position, token in enumerate(prompt)]
-    tokens, depths = [sample(context, keep * config.r_max, config.vocab_size)], [config.r_max]
+    context = [entry(token, position, config.r_max) for position, token in enumerate(prompt)]
+    tokens, depths = [sample(context, config.r_max, config.vocab_size)], [config.r_max]
     limit = min(params.max_tokens, config.max_model_len - len(prompt))
     while True:
         if tokens[-1] in params.stop_token_ids and len(tokens) > params.min_tokens:
@@ -80,9 +78,16 @@ def plain_decode(
             return Decoded(tokens, depths, "length")
         position = len(prompt) + len(tokens) - 1
         depth = exit_depth(params, position, len(tokens) - 1)
-        context.append(entry(tokens[-1], position, keep * depth))
-        tokens.append(sample(context, keep * depth, config.vocab_size))
+        context.append(entry(tokens[-1], position, depth))
+        tokens.append(sample(context, depth, config.vocab_size))
         depths.append(depth)
+
+
+def known_tokens(extra: StageExtra) -> dict[int, int]:
+    """By slot."""
+    pairs = np.frombuffer(extra.tokens, "<i4").reshape(-1, 2).tolist()
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
 
 
 class Cell:
@@ -106,15 +111,18 @@ class Slot:
     loop: int = 0
     context: list[int] = field(default_factory=list)
     table: dict[int, int] = field(default_factory=dict)
+    cuts: list[int] = field(default_factory=list)  # tokens of each chunk of its prefill
     params: np.ndarray | None = None
 
 
 class PagedWorker:
     """Executes stages strictly in the order given."""
 
-    def __init__(self, config: SchedulerConfig, depth_sensitive: bool = True) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.keep = 1 if depth_sensitive else 0
+        self.shared = not config.kv_layout.keeps_every_loop(config.r_max)
+        self.cuts: dict[int, list[int]] = {}  # by seed, of prompts that have given their first token
+        self.rebuilt = self.decoded_again = 0  # sequences that went on with a known token; tokens fed a second time
         self.slots = [Slot() for _ in range(config.max_num_seqs + 1)]
         self.cells: dict[tuple[int, int], Cell] = {}
         self.sequences = 0
@@ -172,6 +180,10 @@ class PagedWorker:
         for number, index, block in frame.updates.tolist():
             assert number in slots and 0 < block < config.num_blocks and index < config.max_blocks_per_seq
             self.slots[number].table[index] = block
+        extra = header.extra or StageExtra()
+        known = known_tokens(extra)
+        depths = list(extra.depths) or [config.r_max] * header.n_tokens
+        assert len(depths) == header.n_tokens and set(known) <= set(slots)
         sampled, offset = [], 0
         hot = False
         for row, number in enumerate(slots):
@@ -181,16 +193,27 @@ class PagedWorker:
             else:
                 self.sequences += 1
                 slot.sequence, slot.prefilled = self.sequences, 0
-            for position, token in enumerate(frame.token_ids[offset : offset + length].tolist(), start=start):
-                self._write(slot, position, entry(token, position, self.keep * config.r_max))
+                slot.cuts = []
+            prompt_tokens = int(slot.params[SlotParam.FIRST_OUTPUT])
+            for index in range(offset, offset + length):
+                position, token, depth = start + index - offset, int(frame.token_ids[index]), depths[index]
+                assert position >= prompt_tokens or depth == config.r_max
+                self._write(slot, position, entry(token, position, depth))
             offset += length
-            slot.prefilled = start + length
+            slot.prefilled = slot.position = start + length
+            slot.cuts.append(length)
             slot.expects = (Stage.PREFILL,)
-            if frame.sample[row]:
-                context = self._read(slot, slot.prefilled - 1)
-                slot.token = sample(context, self.keep * config.r_max, config.vocab_size)
-                slot.position = slot.prefilled
+            assert not self.shared or slot.prefilled <= prompt_tokens
+            if number in known:
+                assert not frame.sample[row], "a known token and a sampled one"
+                assert slot.cuts == self.cuts.get(self._seed(slot), slot.cuts) or not self.shared
+                slot.token, slot.expects = known[number], (Stage.PRELUDE,)
+                self.rebuilt += 1
+            elif frame.sample[row]:
+                assert slot.prefilled == prompt_tokens
+                slot.token = sample(self._read(slot, slot.prefilled - 1), config.r_max, config.vocab_size)
                 slot.expects = (Stage.PRELUDE,)
+                self.cuts[self._seed(slot)] = slot.cuts
                 sampled.append(slot.token)
                 hot = hot or self._float(slot, SlotParam.TEMPERATURE) > 0
         assert bool(header.variant & Variant.SAMPLE) == hot
@@ -207,6 +230,11 @@ class PagedWorker:
 
     def _prelude(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
         flags = []
+        extra = stage.header.extra or StageExtra()
+        assert extra == StageExtra(tokens=extra.tokens), "a prelude has known tokens and nothing else"
+        for number, token in known_tokens(extra).items():
+            assert self.shared and self.slots[number].token == token, "decoding again gives the same tokens"
+            self.decoded_again += 1
         for slot, position, block in rows:
             assert position == slot.position, "positions are consecutive"
             index = position // self.config.block_size
@@ -226,7 +254,7 @@ class PagedWorker:
         for slot, position, loop in rows:
             assert position == slot.position and loop == slot.loop + 1 <= self.config.r_max
             slot.loop = loop
-            self._write(slot, position, entry(slot.token, position, self.keep * loop))
+            self._write(slot, position, entry(slot.token, position, loop))
             slot.context = self._read(slot, position)
             slot.expects = (Stage.CORE, Stage.CODA)
             gate = Gate(int(slot.params[SlotParam.GATE]))
@@ -240,7 +268,7 @@ class PagedWorker:
         hot = False
         for slot, position, depth in rows:
             assert position == slot.position and depth == slot.loop
-            slot.token = sample(slot.context, self.keep * depth, self.config.vocab_size)
+            slot.token = sample(slot.context, depth, self.config.vocab_size)
             slot.position = position + 1
             slot.expects = (Stage.PRELUDE,)
             sampled.append(slot.token)

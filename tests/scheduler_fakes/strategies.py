@@ -2,6 +2,7 @@
 
 import numpy as np
 from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ def configs(
         kv_headroom=draw(st.sampled_from([0.0, 0.0, 0.2])),
         preemption=draw(st.sampled_from(preemption)),
         async_scheduling=draw(st.sampled_from(modes)),
+        kv_layout=draw(st.sampled_from([layout for layout in KVLayout if layout.allows_early_exit])),
     )
 
 

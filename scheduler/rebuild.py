@@ -1,0 +1,69 @@
+"""How a sequence that has lost its K/V (preempted, its worker or its scheduler dead) gets the same ones back.
+
+What is known of it: prompt, output, and the exit depth of every output token. Output token k is the one that the decode
+step of token k - 1 has sampled, so its depth is how deep token k - 1 went; the first one comes from prefill. ::
+
+    tokens      p0 .. pn  o0   o1   o2        decode goes on with o2, which was sampled and never fed
+    loops run   r_max     d1   d2   -         d = request.depths
+
+Where every loop has a plane of its own, a prefill over all but the last token gives what decode had written, if each
+token stops at its depth: its K/V of deeper loops are those of its last one, as an early exit leaves them. Where loops
+share a plane, tokens of one prefill see each other at the loop that they are at, whereas in decode the earlier one had
+come to its end. There the prompt alone is prefilled, in the chunks of the first time, and the output is decoded once
+more beside all other rows: at its known depths, with its known tokens, and what is sampled is dropped.
+
+Either way the last token enters as an ordinary row: its depth is its gate's to decide, as it would have been.
+"""
+
+import numpy as np
+from depthbatch.common.frames import KNOWN_TOKEN_FIELDS
+from depthbatch.common.messages import StageExtra
+from depthbatch.scheduler.requests import Request
+from depthbatch.scheduler.rows import RowState, SlotArray
+
+
+def next_cut(request: Request, start: int, budget: int) -> int:
+    """Tokens of the chunk of a request's prefill that begins at ``start``; above ``budget`` where the chunk of the
+    first time does not fit."""
+    done = 0
+    for cut in request.cuts:
+        if done == start:
+            return cut
+        done += cut
+    return min(budget, request.length - start)
+
+
+def chunk_depths(request: Request, start: int, length: int, r_max: int) -> bytes:
+    """uint8 [length]: loops that each token of a chunk of a prefill runs."""
+    of_prompt = max(0, min(length, request.prompt.size - start))
+    first = 1 + max(0, start - request.prompt.size)
+    return bytes([r_max]) * of_prompt + bytes(request.depths[first : first + length - of_prompt])
+
+
+def token_after_prefill(request: Request) -> int:
+    """The known token that decode goes on with behind the prefill of a request that has output."""
+    return request.output[request.length - request.prompt.size]
+
+
+def start_decode(rows: RowState, request: Request) -> None:
+    """A prefill is over: the row decodes, known tokens first where it has to."""
+    rows.start_decode(request.slot, request.computed)
+    if request.replays and len(request.output) > 1:
+        rows.set_again(request.slot, True)
+
+
+def feed_known_tokens(rows: RowState, slots: SlotArray) -> StageExtra:
+    """Prelude of rows of which some decode known tokens: their tokens, and the depths these had. The last token's depth
+    is not known, so its row is from then on as any other."""
+    known = slots[rows.again[slots]]
+    fed = np.empty((known.size, KNOWN_TOKEN_FIELDS), np.int32)
+    for index, slot in enumerate(known.tolist()):
+        request = rows.request[slot]
+        assert request is not None
+        ordinal = int(rows.position[slot]) - request.prompt.size
+        fed[index] = slot, request.output[ordinal]
+        if ordinal + 1 < len(request.output):
+            rows.exit_loop[slot] = request.depths[ordinal + 1]
+        else:
+            rows.set_again(slot, False)
+    return StageExtra(tokens=fed.tobytes())
