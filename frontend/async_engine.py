@@ -76,7 +76,8 @@ class AsyncEngine:
         self._changed = asyncio.Event()  # something was polled
         self._failed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # long prompts do not block the loop
+        # One thread owns the tokenizer, whatever API a prompt comes by; long prompts do not block the loop.
+        self.tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._grammars = GrammarChecker()
         self._pump_is_due = False
 
@@ -84,11 +85,11 @@ class AsyncEngine:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._in_encoder(resolve_model_dir, self.config.model)  # a wrong name costs nothing
+            await self._in_tokenizer_thread(resolve_model_dir, self.config.model)  # a wrong name costs nothing
             self._client.launch()
             self._ticker = background(self._tick(), "engine ticker", self.fail)
             self._pump()
-            self.tokenizer = await self._in_encoder(load_model_tokenizer, self.config.model)
+            self.tokenizer = await self._in_tokenizer_thread(load_model_tokenizer, self.config.model)
             while self._client.info is None:
                 self._raise_failure()
                 await self._next_news()
@@ -115,7 +116,7 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self._client.close)
         for internal_id, mailbox in self._mailboxes.items():
             mailbox.put(Update(internal_id, error=EngineDeadError("the engine is closed")))
-        self._encoder.shutdown(wait=False)
+        self.tokenizer_thread.shutdown(wait=False)
         self._grammars.close()
 
     @property
@@ -171,7 +172,7 @@ class AsyncEngine:
         """Token ids of a prompt, in the thread that owns the encoding. Raises RequestError."""
         if not isinstance(prompt, str):
             return encode_prompt(prompt, params, self.tokenizer)
-        token_ids: list[int] = await self._in_encoder(encode_prompt, prompt, params, self.tokenizer)
+        token_ids: list[int] = await self._in_tokenizer_thread(encode_prompt, prompt, params, self.tokenizer)
         return token_ids
 
     async def generate(
@@ -231,8 +232,8 @@ class AsyncEngine:
 
     # --- the loop's side
 
-    async def _in_encoder(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+    async def _in_tokenizer_thread(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizer_thread, function, *arguments)
 
     async def _tick(self) -> None:
         while True:

@@ -88,7 +88,7 @@ async def _with_engine(
     engine: AsyncEngine, http: HttpConfig, server: Server, app: LateApp, on_ready: Callable[[str], None]
 ) -> DepthbatchError:
     async with engine:
-        texts = Texts(engine.tokenizer, http.template_names)
+        texts = Texts(engine.tokenizer, http.template_names, engine.tokenizer_thread)
         service = Service(engine, texts, http, http.served_model_name or engine.config.model)
         app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
         server.service = service
@@ -98,4 +98,3 @@ async def _with_engine(
             raise await engine.failed()
         finally:
             await api.close()
-            texts.close()

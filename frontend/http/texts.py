@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, ParamSpec, TypeVar
 
 from depthbatch.frontend.http.errors import ApiError, bad_value
@@ -14,19 +14,19 @@ R = TypeVar("R")
 
 
 class Texts:
-    """The served model's tokenizer, or the lack of one. Raises ApiError (400) where a tokenizer is needed."""
+    """The served model's tokenizer, or the lack of one. Raises ApiError (400) where a tokenizer is needed.
 
-    def __init__(self, tokenizer: Tokenizer | None, template_names: frozenset[str]) -> None:
+    ``thread``: the one that owns the tokenizer; whoever made it ends it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, template_names: frozenset[str], thread: Executor) -> None:
         self._tokenizer = tokenizer
         self._template_names = template_names
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._thread = thread
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, text: str, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
         """Token ids of a prompt; special tokens in it are text unless ``parse_special_tokens``."""

@@ -7,14 +7,12 @@ import json
 import logging
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import TaskFailedError, background
@@ -22,13 +20,11 @@ from depthbatch.frontend.client import Client
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.http import run
 from depthbatch.frontend.http.generation import Registry
-from depthbatch.frontend.http.server import Server, bind
-from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.zmq_api import ApiRouter, ZmqApi
 from frontend_fakes.install import use_fake_engine
+from frontend_fakes.running import LIMIT_S, RunningFrontend
 
-LIMIT_S = 30.0
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
@@ -40,64 +36,9 @@ def raising(*_: Any, **__: Any) -> Any:
     raise Broken("on purpose")
 
 
-class RunningFrontend:
-    """run_frontend over the fake engine, in a thread; ``error`` is what it ended with."""
-
-    def __init__(self, wait: bool = True) -> None:
-        self._wait = wait
-        self.engine = AsyncEngine.from_config(EngineConfig(), quiet=True)
-        self.server: Server | None = None
-        self.asker: Client | None = None  # kept: a client that is forgotten takes back what it has sent
-        self.error: BaseException | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._listener = bind(HttpConfig(port=0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        try:
-            run.run_frontend(self.engine, HttpConfig(drain_s=0.1), self._listener, self._on_ready)
-        except BaseException as error:
-            self.error = error
-
-    def _on_ready(self, _: str) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._ready.set()
-
-    def __enter__(self) -> "RunningFrontend":
-        self._thread.start()
-        assert not self._wait or self._ready.wait(LIMIT_S), self.error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.loop is not None and self.server is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.server.leave)
-        self._thread.join(LIMIT_S)
-        self._listener.close()
-
-    def call(self, function: Callable[[], object]) -> None:
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(function)
-
-    def end(self) -> BaseException | None:
-        self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), "the frontend goes on"
-        return self.error
-
-
 @pytest.fixture
 def frontend(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFrontend]:
-    use_fake_engine(monkeypatch)
-    monkeypatch.setattr(logging.getLogger("depthbatch"), "propagate", True)
-    running = RunningFrontend()
-
-    def remember(*args: Any) -> Server:
-        running.server = Server(*args)
-        return running.server
-
-    monkeypatch.setattr(run, "Server", remember)
-    with running:
+    with RunningFrontend(monkeypatch) as running:
         yield running
 
 
@@ -165,10 +106,8 @@ def test_a_failing_task_ends_the_process(
 def test_a_failing_start_names_itself(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The same row for the task that everything else hangs on: it fails after the engine is up, in what is not
     foreseen, while probes are answered."""
-    use_fake_engine(monkeypatch)
-    monkeypatch.setattr(logging.getLogger("depthbatch"), "propagate", True)
     monkeypatch.setattr(run, "create_app", raising)
-    with RunningFrontend(wait=False) as frontend:
+    with RunningFrontend(monkeypatch, wait=False) as frontend:
         assert isinstance(frontend.end(), TaskFailedError)
     assert "frontend failed: Broken: on purpose" in caplog.text
 

@@ -86,8 +86,8 @@ def test_random_ids(name: str, data: st.DataObject) -> None:
 @given(text=st.text(max_size=12) | st.sampled_from(TEXTS))
 @settings(max_examples=200, deadline=None)
 def test_text_survives(name: str, text: str) -> None:
-    """Text -> ids -> text one id at a time, never with half a character: every prefix of the pieces is a prefix of the
-    text, so nothing that was shown is wrong later."""
+    """Row "U+FFFD for split UTF-8": text -> ids -> text one id at a time, never with half a character: every prefix of
+    the pieces is a prefix of the text, so nothing that was shown is wrong later. Emoji, Hangul and Hebrew among them."""
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
     if name == "byte-fallback" and tokenizer.decode(ids) != text:
@@ -122,8 +122,8 @@ def test_window_and_bytes_agree() -> None:
 )
 @settings(max_examples=1000, deadline=None)
 def test_stop_strings(text: str, stops: list[str], cuts: list[int]) -> None:
-    """Cut anywhere, the text shown ends before the first stop string to be complete, and at no moment does more show
-    than that. A three-letter alphabet makes overlaps the rule."""
+    """Row "first half of a stop string leaks; text after the stop leaks": cut anywhere, the text shown ends before the
+    first stop string to be complete, and at no moment does more show than that. A three-letter alphabet makes overlaps the rule."""
     checker = StopChecker(stops)
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     expected = text

@@ -12,7 +12,7 @@ from depthbatch.common.transport import endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.client import Client
 from depthbatch.frontend.zmq_api import ZmqApi
-from frontend_fakes.fake_engine import next_token
+from frontend_fakes.fake_engine import REJECTED_PROMPT, next_token
 
 pytestmark = pytest.mark.usefixtures("fake_engine")
 
@@ -66,8 +66,9 @@ def test_session(address: str) -> None:
 
 
 def test_exactly_one_terminal_message(address: str) -> None:
-    """Submits and aborts sent together, so that aborts meet requests in every state, unborn and finished included: each
-    request gets one terminal message and nothing after it."""
+    """Row "over-long prompt logged and dropped, client hangs": submits and aborts sent together, so that aborts meet
+    requests in every state, unborn and finished included, and among them prompts too long for the model (refused by the
+    frontend) and for the cache (by the scheduler): each request gets one terminal message and nothing after it."""
 
     def body(address: str) -> None:
         client = Client(address)
@@ -80,15 +81,21 @@ def test_exactly_one_terminal_message(address: str) -> None:
         for i in range(0, 60, 5):
             client.send(verb="abort", id=i)
         client.send(verb="abort", id="unknown")
-        terminal: dict[int, int] = dict.fromkeys(range(60), 0)
+        for i, length in enumerate((511, 512, 513, 10_000, REJECTED_PROMPT), 60):
+            client.send(verb="submit", id=i, prompt=[5] * length, params={"max_tokens": 1})
+        terminal: dict[int, int] = dict.fromkeys(range(65), 0)
+        refused = set()
         while min(terminal.values()) == 0:
             message = client.receive()
-            if message["type"] == "finished":
+            if message["type"] in ("finished", "error"):
                 terminal[message["id"]] += 1
+            if message["type"] == "error":
+                refused.add(message["id"])
+                assert message["param"] == "prompt"
             elif message["type"] == "tokens":
                 assert terminal[message["id"]] == 0
         client.ask("stats")  # whatever else was sent has come before this
-        assert set(terminal.values()) == {1}
+        assert set(terminal.values()) == {1} and refused == {61, 62, 63, 64}
         client.close()
 
     serve(address, body)

@@ -27,8 +27,9 @@ def events(http: httpx.Client, path: str, body: dict) -> list[dict]:
     stop=st.lists(st.text("abAB ,", min_size=1, max_size=3), max_size=2),
 )
 def test_stream_joins_to_the_plain_answer(http: httpx.Client, seed: int, max_tokens: int, stop: list[str]) -> None:
-    """Rows "streaming repeats or loses a character" and "first half of a stop string leaks": the fake model mixes
-    bytes of 1- to 4-byte characters, so most outputs hold split and broken UTF-8."""
+    """Rows "streaming repeats or loses a character; U+FFFD for split UTF-8" and "first half of a stop string leaks; text
+    after the stop leaks": the fake model mixes bytes of 1- to 4-byte characters, so most outputs hold split and broken
+    UTF-8."""
     body = {"prompt": "x", "seed": seed, "max_tokens": max_tokens, "stop": stop}
     plain = http.post("/v1/completions", json=body).json()
     pieces = events(http, "/v1/completions", body)

@@ -47,8 +47,9 @@ class Background:
 
 
 def test_full_queue_answers_503_with_retry_after(tokenizer: Tokenizer) -> None:
-    """Row "queue grows without bound": the place after the last is refused at once, names its reason in the metrics,
-    and a place that is freed is given out again. Health is asked meanwhile and never enqueues."""
+    """Row "queue grows without bound, every client times out": the place after the last is refused at once, names its
+    reason in the metrics, and a place that is freed is given out again. Row "health probe queued behind the work": with
+    the one slot and every place of the queue taken, health still answers."""
     with LiveServer(tokenizer, engine={"slots": 1, "step_s": 0.02}, max_requests=3) as server:
         running = [Background(server, LONG) for _ in range(3)]
         wait_until(lambda: server.service.admission.in_flight == 3)
@@ -71,7 +72,7 @@ def test_full_queue_answers_503_with_retry_after(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("state", ["running", "queued"])
 def test_timeout_ends_a_request(tokenizer: Tokenizer, state: str) -> None:
-    """timeout_s holds while waiting as well as while running, frees the slot, and answers 504."""
+    """Row "queue grows without bound, every client times out": timeout_s holds while waiting as well as while running, frees the slot, and answers 504."""
     with LiveServer(tokenizer, engine={"slots": 1, "step_s": 0.02}) as server:
         if state == "queued":
             Background(server, {**LONG, "request_id": "first"})

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from depthbatch.frontend.http.app import create_app
@@ -52,7 +53,7 @@ class LiveServer:
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = FakeEngine(self._tokenizer, **self._engine_options)
-        texts = Texts(self._tokenizer, self._config.template_names)
+        texts = Texts(self._tokenizer, self._config.template_names, ThreadPoolExecutor(1))
         self.service = Service(self.engine, texts, self._config, "fake")
         self.probe = FakeProbe(self.service)
         self.server = Server(create_app(self.service, self.probe), self._config)

@@ -51,7 +51,8 @@ def test_a_layout_that_cannot_exit_early_offers_no_early_gate() -> None:
 
 
 def test_weights_that_give_no_numbers_are_refused(tmp_path: Path) -> None:
-    """Finite weights whose products overflow, so that no check of the file itself could see it."""
+    """Row "NaN logits after a bad load": finite weights whose products overflow, so that no check of the file itself
+    could see it; the warm-up does, and the worker does not start."""
     model = tmp_path / "model"
     shutil.copytree(OURO, model)
     (file,) = model.glob("model*.safetensors")
