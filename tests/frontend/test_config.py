@@ -1,7 +1,6 @@
 """Options from four sources: each field reachable from each, the stronger one wins, and nothing wrong gets through."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,19 @@ from depthbatch.common.errors import ConfigError
 
 # a value for every field that is valid and not the default
 OTHER: dict[str, Any] = {
-    "model": "elsewhere", "load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "policy": "cb",
+    "model": "elsewhere", "load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "policy": "auto",
     "max_num_seqs": 7, "max_num_batched_tokens": 99, "min_free_slots": 3, "min_coda_batch": 2, "kv_headroom": 0.25,
     "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
-    "async_scheduling": "lookahead", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
+    "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
+    "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0,
 }  # fmt: skip
+# what else must be set for a value to be accepted
+BESIDE: dict[str, dict[str, Any]] = {
+    "objective": {"policy": "auto"},
+    "ttft_target_ms": {"policy": "auto", "objective": "latency"},
+    "itl_target_ms": {"policy": "auto", "objective": "latency"},
+}
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -45,7 +51,7 @@ def test_precedence(name: str, tmp_path: Path) -> None:
     of the last one, and the value below it must show."""
     value, default = OTHER[name], getattr(EngineConfig(), name)
     file = tmp_path / "options.toml"
-    file.write_text(to_toml(dataclasses.replace(EngineConfig(), **{name: value})))
+    file.write_text(to_toml(EngineConfig(**BESIDE.get(name, {}) | {name: value})))
     from_file = ("--config", str(file))
     option, variable = "--" + name.replace("_", "-"), "DEPTHBATCH_" + name.upper()
     as_default = "" if default is None else str(default)
@@ -90,6 +96,10 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
         ({"min_coda_batch": 9, "max_num_seqs": 8}, ("min_coda_batch 9", "max_num_seqs 8")),
         ({"kv_layout": "depth_indexed", "gate": "own"}, ("depth_indexed", "own")),
         ({"seed": -1}, ("seed", "-1")),
+        ({"objective": "speed"}, ("objective", "'speed'")),
+        ({"policy": "refill", "objective": "goodput"}, ("objective goodput", "policy auto", "refill")),
+        ({"policy": "auto", "ttft_target_ms": 500.0}, ("ttft_target_ms", "objective latency or goodput")),
+        ({"policy": "auto", "objective": "latency", "itl_target_ms": 0.0}, ("itl_target_ms", "0.0")),
     ],
 )
 def test_bad_values(values: dict[str, Any], names: tuple[str, ...]) -> None:
