@@ -91,7 +91,7 @@ class EngineConfig:
     )
     preemption: str = option("recompute", "what happens when KV blocks run out", PREEMPTION)
     stage_trace: str | None = option(None, "file that gets one JSON line a stage, in launch order (scheduling trace)")
-    async_scheduling: str = option("off", "how far the scheduler runs ahead of the worker", ASYNC_MODES)
+    async_scheduling: str = option("lookahead", "how far the scheduler runs ahead of the worker", ASYNC_MODES)
     threads: int | None = option(None, "threads of the CPU worker (default: the cores it may use)", low=1)
     seed: int = option(0, "seed of dummy weights and of requests that name none", low=0, high=2**63 - 1)
 
