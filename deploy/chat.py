@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, values_from_sources
 from depthbatch.common.errors import ConfigError, EngineDeadError, RequestError
 from depthbatch.frontend.output import mean_decode_depth
+from depthbatch.frontend.params import add_number_argument
 
 Conversation = list[dict[str, str]]
 REQUEST_OPTIONS = ("gate", "exit_threshold", "min_loops", "max_loops", "seed")  # engine options that requests have too
@@ -42,9 +43,9 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--api-key", default="", help="key of the server")
     group = parser.add_argument_group("request")
-    group.add_argument("--max-tokens", type=int, default=256, help="longest answer (default 256)")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    group.add_argument("--num-loops", type=int, help="every token at this depth")
+    add_number_argument(group, "max_tokens", 256, "longest answer (default 256)")
+    add_number_argument(group, "temperature", 0.0, "0 = greedy (default)")
+    add_number_argument(group, "num_loops", None, "every token at this depth")
     add_config_arguments(parser)
 
 

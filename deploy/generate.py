@@ -11,7 +11,7 @@ from depthbatch.common.config import add_config_arguments, config_from_sources, 
 from depthbatch.common.errors import RequestError
 from depthbatch.frontend.llm import LLM, Prompt
 from depthbatch.frontend.output import OutputDelta, RequestOutput
-from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.params import SamplingParams, add_number_argument
 from depthbatch.frontend.tokenizer import Tokenizer
 
 DEMO_PROMPTS = (  # one of each kind that the demo model knows, none of them seen in training
@@ -34,14 +34,17 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-depths", action="store_true", help="text alone")
     parser.add_argument("--print-config", action="store_true", help="print the engine's options and stop")
     group = parser.add_argument_group("request")
-    group.add_argument("--max-tokens", type=int, default=32, help="longest output (default 32)")
-    group.add_argument("--min-tokens", type=int, default=0, help="shortest output (default 0)")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    group.add_argument("--top-p", type=float, default=1.0, help="nucleus (default 1, off)")
-    group.add_argument("--top-k", type=int, default=0, help="most likely tokens (default 0, off)")
-    group.add_argument("--min-p", type=float, default=0.0, help="share of the likeliest (default 0, off)")
+    for name, default, text in (
+        ("max_tokens", 32, "longest output (default 32)"),
+        ("min_tokens", 0, "shortest output (default 0)"),
+        ("temperature", 0.0, "0 = greedy (default)"),
+        ("top_p", 1.0, "nucleus (default 1, off)"),
+        ("top_k", 0, "most likely tokens (default 0, off)"),
+        ("min_p", 0.0, "share of the likeliest (default 0, off)"),
+        ("num_loops", None, "every token at this depth"),
+    ):
+        add_number_argument(group, name, default, text)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
-    group.add_argument("--num-loops", type=int, help="every token at this depth")
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end of sequence")
     add_config_arguments(parser)
 

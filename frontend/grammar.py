@@ -31,7 +31,7 @@ def canonical_constraint(json_schema: Any, regex: Any, choice: Any) -> tuple[str
     if len(given) > 1:
         raise RequestError(f"{given[0]} and {given[1]} exclude each other", given[0])
     if regex is not None and (not isinstance(regex, str) or not regex):
-        raise RequestError(f"regex must be a text that is not empty, not {regex!r}", "regex")
+        raise RequestError(f"regex must be a text that is not empty, not {repr(regex)[:80]}", "regex")
     if choice is not None and choice != ():
         texts = isinstance(choice, list | tuple) and all(isinstance(entry, str) and entry for entry in choice)
         if not texts or not choice:

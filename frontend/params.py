@@ -5,6 +5,8 @@ engine's defaults and refuses what this engine cannot do; what comes out, Reques
 Every refusal is a RequestError that names the field.
 """
 
+import argparse
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,7 +24,11 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 512
 MAX_STOP_TOKEN_IDS = 256
+MAX_EXIT_DEPTHS = 1 << 20
+MAX_LOOPS = 255  # a byte of the frames
+INT32_MAX = 2**31 - 1
 SEED_MASK = (1 << 64) - 1
+SHOWN_CHARS = 80
 
 
 class Range(NamedTuple):
@@ -35,24 +41,29 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         what = "a whole number" if self.kind is int else "a number"
-        low = f"above {self.low:g}" if self.low_open else f"at least {self.low:.20g}"
-        return f"{what}, {low}" + ("" if self.high == math.inf else f" and at most {self.high:.20g}")
+        low = f"above {_digits(self.low)}" if self.low_open else f"at least {_digits(self.low)}"
+        return f"{what}, {low} and at most {_digits(self.high)}"
 
 
+def _digits(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
+
+
+# the one home of what a request's numbers may be, for HTTP, ZMQ, Python and the command line
 RANGES = {
-    "max_tokens": Range(int, 1, math.inf),
-    "temperature": Range(float, 0.0, 100.0),
+    "max_tokens": Range(int, 1, INT32_MAX),
+    "temperature": Range(float, 0.0, 2.0),
     "top_p": Range(float, 0.0, 1.0, low_open=True),
-    "top_k": Range(int, -1, 2**31 - 1),
+    "top_k": Range(int, -1, INT32_MAX),
     "min_p": Range(float, 0.0, 1.0),
     "seed": Range(int, -(2**63), SEED_MASK),
-    "min_tokens": Range(int, 0, 2**31 - 1),
+    "min_tokens": Range(int, 0, INT32_MAX),
     "exit_threshold": Range(float, 0.0, 1e6),
-    "min_loops": Range(int, 1, 255),
-    "max_loops": Range(int, 1, 255),
-    "num_loops": Range(int, 1, 255),
+    "min_loops": Range(int, 1, MAX_LOOPS),
+    "max_loops": Range(int, 1, MAX_LOOPS),
+    "num_loops": Range(int, 1, MAX_LOOPS),
     "priority": Range(int, -(2**20) + 1, 2**20 - 1),
-    "timeout_s": Range(float, 0.0, math.inf, low_open=True),
+    "timeout_s": Range(float, 0.0, 86400.0, low_open=True),
     "presence_penalty": Range(float, -2.0, 2.0),
     "frequency_penalty": Range(float, -2.0, 2.0),
     "repetition_penalty": Range(float, 0.0, 10.0, low_open=True),
@@ -103,9 +114,10 @@ class SamplingParams:
             if value is not None or (_DEFAULTS[name] is not None and name != "max_tokens"):
                 _check_number(name, value, bounds)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos")
+            raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}", "ignore_eos")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _whole_numbers("stop_token_ids", self.stop_token_ids, 0))
+        stop_token_ids = _whole_numbers("stop_token_ids", self.stop_token_ids, 0, INT32_MAX, MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         constraint = canonical_constraint(self.json_schema, self.regex, self.choice)
         for name, value in zip(("json_schema", "regex", "choice"), constraint, strict=True):
@@ -114,9 +126,10 @@ class SamplingParams:
             if self.constraint is not None and getattr(self, name):
                 raise RequestError(f"{name} cannot be combined with {self.constraint}", name)
         if self.exit_depths is not None:
-            object.__setattr__(self, "exit_depths", _whole_numbers("exit_depths", self.exit_depths, 1))
-        if self.gate is not None and self.gate not in GATE_BY_LABEL:
-            raise RequestError(f"gate must be one of {', '.join(GATE_BY_LABEL)}, not {self.gate!r}", "gate")
+            depths = _whole_numbers("exit_depths", self.exit_depths, 1, MAX_LOOPS, MAX_EXIT_DEPTHS)
+            object.__setattr__(self, "exit_depths", depths)
+        if self.gate is not None and (not isinstance(self.gate, str) or self.gate not in GATE_BY_LABEL):
+            raise RequestError(f"gate must be one of {', '.join(GATE_BY_LABEL)}, not {shown(self.gate)}", "gate")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
 
@@ -137,26 +150,68 @@ class SamplingParams:
 _DEFAULTS = {entry.name: entry.default for entry in fields(SamplingParams)}
 
 
-def _check_number(name: str, value: Any, bounds: Range) -> None:
+def shown(value: Any) -> str:
+    """A value in an error's one line, however long it is."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def complaint(name: str, value: Any) -> str | None:
+    """What is wrong with one field's value by itself, in the words of every way in; None when nothing is, or when
+    ``name`` is no field."""
+    try:
+        if name in _DEFAULTS:
+            SamplingParams(**{name: value})
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+def add_number_argument(group: argparse._ArgumentGroup, name: str, default: float | None, text: str) -> None:
+    """A command line's option for the field ``name``. Parsing raises RequestError, in the same words."""
+    bounds = RANGES[name]
+
+    def parse(given: str) -> Any:
+        value: Any = given
+        with contextlib.suppress(ValueError):
+            value = bounds.kind(given)
+        _check_number(name, value, bounds)
+        return value
+
+    metavar = bounds.kind.__name__.upper()
+    group.add_argument("--" + name.replace("_", "-"), type=parse, default=default, metavar=metavar, help=text)
+
+
+def _check_number(name: str, value: Any, bounds: Range, place: str = "") -> None:
+    """Raises RequestError about the field ``name``, or about a ``place`` in it."""
     accepted = (int, float) if bounds.kind is float else (int,)
-    fits = isinstance(value, accepted) and not isinstance(value, bool) and math.isfinite(value)
+    fits = isinstance(value, accepted) and not isinstance(value, bool) and _is_finite(value)
     if not fits or not bounds.low <= value <= bounds.high or (bounds.low_open and value == bounds.low):
-        raise RequestError(f"{name} must be {bounds}, not {value!r}", name)
+        raise RequestError(f"{place or name} must be {bounds}, not {shown(value)}", name)
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stop = (stop,) if isinstance(stop, str) else stop
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def _stop_strings(given: Any) -> tuple[str, ...]:
+    stop = (given,) if isinstance(given, str) else given
     if not isinstance(stop, list | tuple) or not all(isinstance(entry, str) and entry for entry in stop):
-        raise RequestError(f"stop must be a string or a list of strings, none empty, not {stop!r}", "stop")
+        raise RequestError(f"stop must be a string or a list of strings, none empty, not {shown(given)}", "stop")
     if len(stop) > MAX_STOP_STRINGS or any(len(entry) > MAX_STOP_CHARS for entry in stop):
         raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters", "stop")
     return tuple(stop)
 
 
-def _whole_numbers(name: str, values: Any, low: int) -> tuple[int, ...]:
+def _whole_numbers(name: str, values: Any, low: int, high: int, most: int) -> tuple[int, ...]:
     whole = isinstance(values, list | tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in values)
-    if not whole or any(v < low for v in values):
-        raise RequestError(f"{name} must be a list of whole numbers of at least {low}, not {values!r}", name)
+    if not whole or any(not low <= v <= high for v in values):
+        raise RequestError(f"{name} must be a list of whole numbers from {low} to {high}, not {shown(values)}", name)
+    if len(values) > most:
+        raise RequestError(f"{name} takes at most {most} numbers, not {len(values)}", name)
     return tuple(values)
 
 
@@ -167,15 +222,15 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(bias, Mapping):
         if isinstance(bias, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias):
             return _bias_pairs(dict(bias))  # dataclasses.replace hands back what we made of it
-        raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}", "logit_bias")
+        raise RequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}", "logit_bias")
     if len(bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}", "logit_bias")
     pairs = {}
     for key, value in bias.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
-            raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
-        _check_number("logit_bias", value, BIAS)
+            raise RequestError(f"logit_bias: {shown(key)} is not a token id", "logit_bias")
+        _check_number("logit_bias", value, BIAS, f"logit_bias[{token}]")
         pairs[token] = float(value)
     return tuple(sorted(pairs.items()))
 
@@ -206,20 +261,7 @@ class RequestDefaults:
 
         Raises RequestError naming the field that this engine cannot serve.
         """
-        limit = self.info.max_model_len - prompt_tokens
-        if prompt_tokens < 1:
-            raise RequestError("prompt is empty", "prompt")
-        if limit < 1:
-            raise RequestError(
-                f"prompt of {prompt_tokens} tokens leaves no room: max_model_len is {self.info.max_model_len}", "prompt"
-            )
-        max_tokens = limit if params.max_tokens is None else params.max_tokens
-        if max_tokens > limit:
-            raise RequestError(
-                f"max_tokens {max_tokens} and a prompt of {prompt_tokens} tokens are more than max_model_len "
-                f"{self.info.max_model_len}",
-                "max_tokens",
-            )
+        max_tokens = check_length(prompt_tokens, params.max_tokens, self.info.max_model_len)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens {params.min_tokens} is more than the {max_tokens} that fit", "min_tokens")
         stop_token_ids = self._stop_token_ids(params)
@@ -280,8 +322,6 @@ class RequestDefaults:
         return True
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens", "stop_token_ids")
         for token in params.stop_token_ids:
             if token >= self.info.vocab_size:
                 raise RequestError(
@@ -352,11 +392,33 @@ class RequestDefaults:
         return Depth(gate, float(threshold), min_loops, max_loops)
 
 
+class ContextLengthError(RequestError):
+    """Prompt and output do not fit into the model's longest sequence."""
+
+
+def check_length(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+    """``max_tokens``, or for None what there is room for. Raises RequestError, ContextLengthError."""
+    limit = max_model_len - prompt_tokens
+    if prompt_tokens < 1:
+        raise RequestError("prompt is empty", "prompt")
+    if limit < 1:
+        raise ContextLengthError(
+            f"prompt of {prompt_tokens} tokens leaves no room: max_model_len is {max_model_len}", "prompt"
+        )
+    if max_tokens is not None and max_tokens > limit:
+        raise ContextLengthError(
+            f"max_tokens {max_tokens} and a prompt of {prompt_tokens} tokens are more than max_model_len "
+            f"{max_model_len}",
+            "max_tokens",
+        )
+    return limit if max_tokens is None else max_tokens
+
+
 def check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
     """Raises RequestError unless every id is in the vocabulary."""
     for token in token_ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < info.vocab_size:
-            raise RequestError(f"prompt: {token!r} is not a token id below {info.vocab_size}", "prompt")
+            raise RequestError(f"prompt: {shown(token)} is not a token id below {info.vocab_size}", "prompt")
 
 
 def _labels(gates: Sequence[Gate]) -> str:

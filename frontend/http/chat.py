@@ -85,7 +85,7 @@ class _Call:
         if room < 1:
             raise ApiError(
                 400,
-                f"messages: {len(ids)} tokens; this model takes {self.service.engine.info.max_model_len}, prompt and output",
+                f"messages of {len(ids)} tokens leave no room: max_model_len is {self.service.engine.info.max_model_len}",
                 param="messages",
                 code="context_length_exceeded",
             )

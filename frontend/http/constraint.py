@@ -3,7 +3,7 @@
 from typing import Any
 
 from depthbatch.common.errors import RequestError
-from depthbatch.frontend.http.errors import ApiError, bad_value
+from depthbatch.frontend.http.errors import ApiError, bad_value, code_of
 from depthbatch.frontend.http.schemas import GenerationFields
 
 ENGINE_NAMES = ("json_schema", "regex", "choice")
@@ -34,4 +34,4 @@ def renamed(error: RequestError, body: GenerationFields) -> ApiError:
     param = error.param
     if param in ENGINE_NAMES:
         param = "structured_outputs" if body.structured_outputs is not None else "response_format"
-    return ApiError(400, str(error), param=param, code="invalid_value")
+    return ApiError(400, str(error), param=param, code=code_of(error))

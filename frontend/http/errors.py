@@ -5,6 +5,8 @@ from typing import Any
 
 from depthbatch.common.errors import EngineDeadError, RequestError
 from depthbatch.common.logging import get_logger
+from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
+from depthbatch.frontend.params import ContextLengthError, complaint, shown
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -60,25 +62,58 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=error.param, code="invalid_value")
+        return ApiError(400, str(error), param=error.param, code=code_of(error))
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
     log.error("internal error", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
+def code_of(error: RequestError) -> str:
+    """The word for programs."""
+    return "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+
+
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first complaint of pydantic, with the field's name; unions complain once an arm, one is enough."""
+    """One line with the field's name, in the words that the field has on every way in. Unions complain once an arm: the
+    first complaint says where, the field's shape what would be right."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    where = [str(part) for part in first["loc"] if part not in ("body", "query")]
-    if not where:
+    where = [part for part in first["loc"] if part not in ("body", "query")]
+    if not where or not isinstance(error.body, dict):
         return ApiError(400, "the body must be a JSON object (Content-Type: application/json)", code="invalid_json")
-    message = f"{where[0]}: {first['msg']}"
-    if len(where) > 1 and where[-1].isdigit() and "[" not in where[-2]:
-        message = f"{where[0]}[{where[-1]}]: {first['msg']}"
-    return ApiError(400, message, param=where[0], code="invalid_value")
+    name = str(where[0])
+    return ApiError(400, _complaint(name, where, first, error.body.get(name)), param=name, code="invalid_value")
+
+
+def _complaint(name: str, where: list[Any], first: Mapping[str, Any], value: Any) -> str:
+    own = complaint(name, value) if first["type"] != "bool_type" or name == "ignore_eos" else None
+    if own is not None:
+        return own
+    if first["type"] == "missing":
+        return f"{_path(where)} is missing"
+    given = shown(first["input"])
+    if first["type"] == "bool_type":
+        return f"{_path(where)} must be true or false, not {given}"
+    if name in HTTP_RANGES:
+        return f"{name} must be {HTTP_RANGES[name]}, not {given}"
+    fields = [part for part in where if isinstance(part, str) and part in SHAPES]
+    if fields and first["type"] != "value_error":
+        place = _path(where[: where.index(fields[-1]) + 1])
+        return f"{place} must be {SHAPES[fields[-1]]}, not {given}"
+    return f"{_path(where)}: {first['msg']}"
+
+
+def _path(where: list[Any]) -> str:
+    """messages[0].content: the location without the arms of unions that pydantic puts into it."""
+    text = str(where[0])
+    for part in where[1:]:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in UNION_TAGS:
+            text += f".{part}"
+    return text
 
 
 def install_handlers(app: FastAPI) -> None:

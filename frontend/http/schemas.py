@@ -1,14 +1,51 @@
-"""Request and response bodies: types, ranges and documentation of every field. Knows nothing of the engine."""
+"""Request and response bodies: types and documentation of every field. Knows nothing of the engine; what the numbers of
+a request may be is in frontend.params.
+"""
 
 from typing import Annotated, Any, Literal
 
+from depthbatch.common.gates import GATE_BY_LABEL
+from depthbatch.frontend.params import (
+    INT32_MAX,
+    MAX_EXIT_DEPTHS,
+    MAX_LOGIT_BIAS,
+    MAX_LOOPS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    Range,
+)
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
 MAX_N = 128
 MAX_PROMPTS = 1024
-INT32_MAX = 2**31 - 1
+
+HTTP_RANGES = {  # of the numbers that only HTTP has, or that mean something else there
+    "n": Range(int, 1, MAX_N),
+    "top_logprobs": RANGES["logprobs"],
+    "max_completion_tokens": RANGES["max_tokens"],
+}
+# what a field of several types may be, for the one line that an error is
+SHAPES = {
+    "prompt": f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of either, none of them empty",
+    "messages": "a list of 1 to 4096 messages, each with role and content",
+    "content": "a text, or a list of text parts",
+    "role": "1 to 32 lower-case letters",
+    "tokens": "a list of token ids",
+    "request_id": "1 to 128 visible ASCII characters (for /abort also a list of such names)",
+    "stream_options": 'an object, {"include_usage": true}',
+    "response_format": 'an object whose type is "text", "json_object" or "json_schema"',
+    "structured_outputs": "an object with exactly one of json, regex and choice",
+    "chat_template_kwargs": "an object",
+}
+
+
+def ranged(name: str, description: str | None = None) -> Any:
+    """An optional number's field, with the bounds of the table for OpenAPI."""
+    bounds = HTTP_RANGES.get(name) or RANGES[name]
+    limits: dict[str, Any] = {"gt" if bounds.low_open else "ge": bounds.low, "le": bounds.high}
+    return Field(None, description=description, **limits)
 
 
 def _encodable(text: str) -> str:
@@ -23,7 +60,7 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Loops = Annotated[int, Field(ge=1, le=255)]
+Depth = Annotated[int, Field(ge=1, le=MAX_LOOPS)]
 Prompt = (
     Text
     | Annotated[list[TokenId], Field(min_length=1)]
@@ -68,35 +105,38 @@ class GenerationFields(Body):
     """What completions and chat completions share."""
 
     model: str | None = Field(None, description="name of the served model, as /v1/models lists it")
-    n: int | None = Field(None, ge=1, le=MAX_N, description="choices a prompt; choice i draws with seed + i")
+    n: int | None = ranged("n", "choices a prompt; choice i draws with seed + i")
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT32_MAX, description="0 and -1: off")
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="best effort: same seed, same tokens")
+    temperature: float | None = ranged("temperature", "0 is greedy; default 1")
+    top_p: float | None = ranged("top_p")
+    top_k: int | None = ranged("top_k", "0 and -1: off")
+    min_p: float | None = ranged("min_p")
+    seed: int | None = ranged("seed", "best effort: same seed, same tokens")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
-    min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    min_tokens: int | None = ranged("min_tokens")
     ignore_eos: bool | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="off tokens that the output holds")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="the same, times how often")
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description="of tokens in prompt or output; 1: off")
-    logit_bias: Annotated[dict[str, float], Field(max_length=512)] | None = Field(
+    presence_penalty: float | None = ranged("presence_penalty", "off tokens that the output holds")
+    frequency_penalty: float | None = ranged("frequency_penalty", "the same, times how often")
+    repetition_penalty: float | None = ranged("repetition_penalty", "of tokens in prompt or output; 1: off")
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
         None, description="token id -> what is added to its logit, -100 to 100"
     )
     response_format: ResponseFormat | None = Field(None, description="JSON, of any kind or of a schema")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="the output is JSON of the schema json, matches regex, or is one of choice"
     )
-    priority: int | None = Field(None, gt=-(2**20), lt=2**20, description="larger goes first")
-    timeout_s: float | None = Field(None, gt=0, le=86400, description="limit for waiting and running together")
-    gate: str | None = Field(None, pattern=r"^[a-z]{1,32}$", description="exit gate of this request")
-    exit_threshold: float | None = Field(None, ge=0, description="threshold of the gate")
-    min_loops: Loops | None = Field(None, description="fewest loops a decoded token runs")
-    max_loops: Loops | None = Field(None, description="most loops a decoded token runs")
-    num_loops: Loops | None = Field(None, description="fixed depth: every decoded token runs this many loops")
+    priority: int | None = ranged("priority", "larger goes first")
+    timeout_s: float | None = ranged("timeout_s", "limit for waiting and running together")
+    gate: Literal[tuple(GATE_BY_LABEL)] | None = Field(None, description="exit gate of this request")  # type: ignore[valid-type]
+    exit_threshold: float | None = ranged("exit_threshold", "threshold of the gate")
+    min_loops: int | None = ranged("min_loops", "fewest loops a decoded token runs")
+    max_loops: int | None = ranged("max_loops", "most loops a decoded token runs")
+    num_loops: int | None = ranged("num_loops", "fixed depth: every decoded token runs this many loops")
+    exit_depths: Annotated[list[Depth], Field(max_length=MAX_EXIT_DEPTHS)] | None = Field(
+        None, description="replay: the loops of each decoded token in turn; those beyond the list run all"
+    )
     return_exit_depths: bool | None = Field(None, description="each choice carries one depth a token")
     return_token_ids: bool | None = Field(None, description="each choice carries its token ids")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="name for /abort; need not be unique")
@@ -106,11 +146,8 @@ class CompletionRequest(GenerationFields):
     prompt: Prompt = Field(description="text, token ids, or a list of either")
     max_tokens: int | None = Field(None, ge=0, le=INT32_MAX, description="default 16; 0 only with echo")
     echo: bool | None = Field(None, description="the text starts with the prompt")
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=20,
-        description="logprobs of the tokens, and of so many likeliest ones; with echo, the prompt's too",
+    logprobs: int | None = ranged(
+        "logprobs", "logprobs of the tokens, and of so many likeliest ones; with echo, the prompt's too"
     )
     add_special_tokens: bool | None = Field(None, description="let the tokenizer add its own (default true)")
     parse_special_tokens: bool | None = Field(
@@ -139,10 +176,10 @@ class TemplateFields(Body):
 
 class ChatRequest(GenerationFields, TemplateFields):
     messages: list[Message] = Field(min_length=1, max_length=4096)
-    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="default: what the context leaves")
+    max_tokens: int | None = ranged("max_tokens", "default: what the context leaves")
     logprobs: bool | None = Field(None, description="logprobs of the output tokens")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="and of so many likeliest ones")
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    top_logprobs: int | None = ranged("top_logprobs", "and of so many likeliest ones")
+    max_completion_tokens: int | None = ranged("max_completion_tokens")
 
 
 class TokenizeRequest(TemplateFields):

@@ -19,7 +19,7 @@ from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.http.unsupported import check_extras
 from depthbatch.frontend.metrics import FrontendMetrics
-from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.params import SEED_MASK, SamplingParams, check_length, check_token_ids
 from pydantic import BaseModel
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -28,7 +28,7 @@ GenerationRequest = CompletionRequest | ChatRequest
 ENGINE_FIELDS = (
     "temperature", "top_p", "min_p", "stop_token_ids", "min_tokens", "ignore_eos", "priority",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "gate", "exit_threshold", "min_loops", "max_loops", "num_loops",
+    "gate", "exit_threshold", "min_loops", "max_loops", "num_loops", "exit_depths",
 )  # fmt: skip
 
 
@@ -81,31 +81,14 @@ class Service:
     def jobs(self, body: GenerationRequest, prompt_ids: list[int], max_tokens: int, first_index: int) -> list[Job]:
         """One job a choice of one prompt. Raises ApiError or RequestError (400)."""
         info = self.engine.info
-        for token_id in prompt_ids:
-            if token_id >= info.vocab_size:
-                raise bad_value("prompt", f"token id {token_id}; the vocabulary has {info.vocab_size}")
-        if len(prompt_ids) >= info.max_model_len:
-            raise ApiError(
-                400,
-                f"prompt: {len(prompt_ids)} tokens; this model takes {info.max_model_len}, prompt and output",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        length = len(prompt_ids) + max_tokens
-        if length > info.max_model_len:
-            raise ApiError(
-                400,
-                f"max_tokens: {len(prompt_ids)} prompt tokens and {max_tokens} new ones; this model takes "
-                f"{info.max_model_len} together",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+        check_token_ids(prompt_ids, info)
+        check_length(len(prompt_ids), max_tokens, info.max_model_len)
         fields = self._engine_fields(body, max_tokens)
         jobs = []
         try:
             for choice in range(body.n or 1):
                 if body.seed is not None:
-                    fields["seed"] = (body.seed + choice) % 2**63
+                    fields["seed"] = (body.seed + choice) & SEED_MASK
                 jobs.append(Job(first_index + choice, prompt_ids, SamplingParams(**fields)))
         except RequestError as error:
             raise renamed(error, body) from None

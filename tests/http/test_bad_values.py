@@ -62,7 +62,7 @@ def _post(http: httpx.Client, field: str, value: object) -> httpx.Response:
 
 @pytest.mark.parametrize(("field", "value"), BAD, ids=lambda value: repr(value)[:24])
 def test_bad_value_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
-    """Each field's range, type and bounds against the model. Bug: a prompt that does not fit was blamed on max_tokens."""
+    """Row "bad parameter gives 500 or a device assert": each field's range, type and bounds against the model. Bug: a prompt that does not fit was blamed on max_tokens."""
     answer = _post(http, field, value)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -137,11 +137,15 @@ def test_engine_is_alive_after_all_of_it(http: httpx.Client) -> None:
     assert json.loads(http.get("/health").text)["status"] == "ok"
 
 
-@pytest.mark.parametrize("length", [MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, MAX_MODEL_LEN + 1])
-def test_prompt_at_the_limit(http: httpx.Client, length: int) -> None:
-    """Row "prompt at the limit, one below, one above": prompt + max_tokens up to max_model_len is served."""
-    answer = http.post("/v1/completions", json={"prompt": [65] * length, "max_tokens": 1})
-    assert answer.status_code == (200 if length + 1 <= MAX_MODEL_LEN else 400)
+@pytest.mark.parametrize("max_tokens", [1, 2, MAX_MODEL_LEN // 2])
+@pytest.mark.parametrize("total", [MAX_MODEL_LEN - 1, MAX_MODEL_LEN, MAX_MODEL_LEN + 1, MAX_MODEL_LEN + 2])
+def test_prompt_at_the_limit(http: httpx.Client, total: int, max_tokens: int) -> None:
+    """Row "prompt at the limit, one below, one above; prompt + max_tokens the same": together up to max_model_len they
+    are served, beyond it refused, plain or as a stream."""
+    body = {"prompt": [65] * (total - max_tokens), "max_tokens": max_tokens}
+    for stream in (False, True):
+        answer = http.post("/v1/completions", json={**body, "stream": stream})
+        assert answer.status_code == (200 if total <= MAX_MODEL_LEN else 400)
 
 
 @pytest.mark.parametrize(("length", "param"), [(MAX_MODEL_LEN - 1, "max_tokens"), (MAX_MODEL_LEN, "prompt")])
