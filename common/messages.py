@@ -74,6 +74,7 @@ class Submit(Message, frozen=True):
     generated: bytes = b""  # int32 tokens already produced, when a request is resubmitted after a crash
     generated_depths: bytes = b""  # uint8, their exit depths
     scored: int = 0  # prompt logprobs already delivered, likewise
+    cuts: bytes = b""  # int32 tokens of each chunk of the prompt's prefill, where a TokenEvent has told
 
 
 class SubmitAll(Message, frozen=True):
@@ -133,7 +134,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """One step's news of one request. ``finish_reason`` is set on the last event, which may carry no token.
 
     ``logprobs``: scores (common.frames), one row a token of this event; ``prompt_logprobs``: one a prompt token, in
-    their order, before the first output token.
+    their order, before the first output token. ``cuts`` comes with the first token where a sequence can only be rebuilt
+    with its prompt cut as it was: int32 tokens of each chunk.
     """
 
     request_id: int
@@ -143,6 +145,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     stop_reason: int | None = None  # the stop token id that ended it
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
+    cuts: bytes = b""
 
 
 class Tokens(Message, frozen=True):

@@ -65,6 +65,7 @@ class LiveRequest:
     params: RequestParams
     generated: "array[int]" = field(default_factory=lambda: array("i"))
     depths: bytearray = field(default_factory=bytearray)  # exit depth of each of them
+    cuts: bytes = b""  # int32, where the prompt was cut, if that matters
     prompt_scores: list[bytes] = field(default_factory=list)  # until they go out with the first token
     scored: int = 0  # prompt tokens whose scores have come
 
@@ -246,7 +247,7 @@ class EngineClient:
     def _submit_message(self, request_id: int) -> Submit:
         live = self._live[request_id]
         generated, depths = live.generated.tobytes(), bytes(live.depths)
-        return Submit(request_id, live.prompt, live.params, generated, depths, live.scored)
+        return Submit(request_id, live.prompt, live.params, generated, depths, live.scored, live.cuts)
 
     def _drain(self, updates: list[Update]) -> None:
         while self._link is not None and (received := self._link.receive()) is not None:
@@ -279,6 +280,7 @@ class EngineClient:
             return
         live.generated.extend(event.token_ids)
         live.depths.extend(event.exit_depths)
+        live.cuts = event.cuts or live.cuts
         if event.finish_reason is not None:
             del self._live[event.request_id]
         error = EngineDeadError("the engine failed on this request") if event.finish_reason == "error" else None

@@ -19,7 +19,7 @@ from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.extras import Targets, coda_variant, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
 from depthbatch.scheduler.policies import HeadPrompt, Move, Policy
-from depthbatch.scheduler.rebuild import feed_known_tokens, start_decode
+from depthbatch.scheduler.rebuild import cuts_to_remember, feed_known_tokens, start_decode
 from depthbatch.scheduler.requests import Request, State
 from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
 from depthbatch.scheduler.selfcheck import check_idle, check_ownership
@@ -363,7 +363,8 @@ class Scheduler:
                 if reason is not None:
                     self._finish(request, token, depth, reason, score)
                     continue
-            events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=score))
+            cuts = cuts_to_remember(request) if len(output) == 1 else b""
+            events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=score, cuts=cuts))
             if self._unsettled and request.pending == 0:
                 self._unsettled.pop(request.request_id, None)
         self.counters.dropped_tokens += dropped

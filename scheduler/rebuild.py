@@ -33,6 +33,11 @@ def next_cut(request: Request, start: int, budget: int) -> int:
     return min(budget, request.length - start)
 
 
+def cuts_to_remember(request: Request) -> bytes:
+    """int32 tokens of each chunk of the prompt, for whoever may have to submit the request again; none if it is whole."""
+    return np.asarray(request.cuts, "<i4").tobytes() if len(request.cuts) > 1 else b""
+
+
 def chunk_depths(request: Request, start: int, length: int, r_max: int) -> bytes:
     """uint8 [length]: loops that each token of a chunk of a prefill runs."""
     of_prompt = max(0, min(length, request.prompt.size - start))

@@ -35,6 +35,7 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
         output=generated.tolist(),
         depths=bytearray(submit.generated_depths),
         replays=not config.kv_layout.keeps_every_loop(config.r_max),
+        cuts=np.frombuffer(submit.cuts, "<i4").tolist(),
         dispatched=generated.size,
         targets_sent=submit.scored,
         targets_known=submit.scored,
@@ -54,22 +55,33 @@ def _gate_in_force(params: RequestParams, config: SchedulerConfig, full_depth: b
 
 
 def _check_prompt(submit: Submit, config: SchedulerConfig) -> None:
-    for name, data in (("prompt", submit.prompt), ("generated", submit.generated)):
-        _require(len(data) % 4 == 0, name, f"{name} has {len(data)} bytes, not whole int32 tokens")
+    for name in ("prompt", "generated", "cuts"):
+        size = len(getattr(submit, name))
+        _require(size % 4 == 0, name, f"{name} has {size} bytes, not whole int32")
     _require(len(submit.params.logit_bias) % 8 == 0, "logit_bias", "logit_bias is not pairs of token and float32")
-    depths, count = submit.generated_depths, len(submit.generated) // 4
-    _require(len(depths) == count, "generated_depths", f"{count} tokens have come so far, with {len(depths)} depths")
-    _require(
-        not count or 1 <= min(depths) <= max(depths) <= config.r_max,
-        "generated_depths",
-        f"generated_depths holds a depth outside 1..{config.r_max}",
-    )
     tokens = len(submit.prompt) // 4
     _require(tokens > 0, "prompt", "prompt is empty")
     _require(
         tokens < config.max_model_len,
         "prompt",
         f"prompt has {tokens} tokens; with one output token that is above max-model-len {config.max_model_len}",
+    )
+
+
+def _check_resumed(submit: Submit, config: SchedulerConfig) -> None:
+    """What a frontend says of a request that it submits again."""
+    depths, count = submit.generated_depths, len(submit.generated) // 4
+    _require(len(depths) == count, "generated_depths", f"{count} tokens so far came with {len(depths)} depths")
+    _require(
+        not count or 1 <= min(depths) <= max(depths) <= config.r_max,
+        "generated_depths",
+        f"generated_depths holds a depth outside 1..{config.r_max}",
+    )
+    cuts, most = np.frombuffer(submit.cuts, "<i4").tolist(), config.max_num_batched_tokens
+    _require(
+        not cuts or (0 < min(cuts) <= max(cuts) <= most and sum(cuts) == len(submit.prompt) // 4),
+        "cuts",
+        f"cuts {cuts} do not divide the prompt into prefills of at most {most} tokens",
     )
 
 
@@ -198,6 +210,7 @@ def _require(holds: bool, param: str, message: str) -> None:
 
 _CHECKS: tuple[Callable[[Submit, SchedulerConfig], None], ...] = (
     _check_prompt,
+    _check_resumed,
     _check_limits,
     _check_logits,
     _check_features,

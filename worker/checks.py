@@ -73,7 +73,10 @@ def check_stage(header: StageBatch, frame: Int32Array, slot_params: Int32Array |
         _check_decode(header, frame, limits)
     if header.extra is not None:
         _check_extra(header, header.extra, limits)
-        _check_known(header, header.extra, frame.reshape(-1)[: header.rows], limits)
+        slots = frame.reshape(-1)[: header.rows]
+        if header.stage == Stage.PREFILL:
+            slots = slots[frame[3 * header.rows : 4 * header.rows] == 0]
+        _check_known(header, header.extra, slots, limits)
 
 
 def _check_slot_params(header: StageBatch, slot_params: Int32Array | None, limits: StageLimits) -> None:
@@ -123,14 +126,14 @@ def _check_prefill(header: StageBatch, frame: Int32Array, limits: StageLimits) -
 
 
 def _check_known(header: StageBatch, extra: StageExtra, slots: Int32Array, limits: StageLimits) -> None:
-    """What is known of sequences that are rebuilt."""
+    """What is known of sequences that are rebuilt; ``slots``: those that get no sampled token."""
     depths = np.frombuffer(extra.depths, np.uint8)
     _require(depths.size in (0, header.n_tokens), header, f"{depths.size} depths for {header.n_tokens} tokens")
     _require(
         depths.size == 0 or (int(depths.min()) >= 1 and int(depths.max()) <= limits.r_max), header, "depth out of range"
     )
     known = known_tokens_of(extra)
-    _require(bool(np.isin(known[:, 0], slots).all()), header, "known token of a slot that is not in it")
+    _require(bool(np.isin(known[:, 0], slots).all()), header, "known token of a slot that is not in it, or is sampled")
     _require(np.unique(known[:, 0]).size == len(known), header, "two known tokens of a slot")
     _require(_within(known[:, 1], 0, limits.vocab_size - 1), header, "known token out of range")
 

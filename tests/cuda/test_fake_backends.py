@@ -30,7 +30,7 @@ from depthbatch.worker.overlapped import OverlappedRunner, forms_of
 from depthbatch.worker.piecewise import PiecewisePrefill
 from depthbatch.worker.prefill_input import PrefillInput
 from depthbatch.worker.slots import SlotState
-from depthbatch.worker.stages import Sampler, Stages
+from depthbatch.worker.stages import PrefillAttention, Sampler, Stages
 from fake_cuda import fake_cuda
 from flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -116,7 +116,7 @@ def test_every_form_runs_on_fake_cuda_tensors(
     models: dict[str, Path], model: str, backend: str, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a worker captures (every form of prelude, core and coda; the pieces of prefill) and all that it runs
-    uncaptured (prefill, greedy and with all that can be asked for). A host read or a mix of devices raises, as the last test shows."""
+    uncaptured (prefill, greedy and with all that can be asked for, and that of rebuilt sequences). A host read or a mix of devices raises, as the last test shows."""
     with fake_cuda(), torch.no_grad(), like_cuda(monkeypatch):
         stages = fake_stages(models[model], layout, backend)
         columns = score_fields(MAX_LOGPROBS)
@@ -133,6 +133,13 @@ def test_every_form_runs_on_fake_cuda_tensors(
         done = stages.prefill(chunks, Sampler(True, True, True, True, True), pieces.context)
         assert on_cuda(done.sampled.tokens, done.sampled.scores, done.prompt_scores)
         assert done.sampled.tokens.shape == (2,) and done.prompt_scores.shape == (4, columns)
+        depths, known = (torch.empty(shape, dtype=torch.int32, device=CUDA) for shape in (5, (2, 2)))
+        rebuilt = PrefillInput.from_frame(FRAME, on_device, sampled[:0], n_tokens=5, n_updates=2)
+        rebuilt = rebuilt.with_rare({"depths": depths, "known": known})
+        for context in (pieces.context, PrefillAttention):
+            done = stages.prefill(rebuilt, Sampler(True, True, True, True, True), context)
+            assert on_cuda(done.sampled.tokens) and done.sampled.tokens.shape == (0,)
+        stages.replace_tokens(known)
         buffers = DecodeBuffers(BUCKET, CUDA, columns)
         runner = SimpleNamespace(stages=stages)
         for form in forms_of(stages.model.spec):

@@ -35,6 +35,7 @@ class Answer:
     depths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     chunks: tuple[int, ...] = ()  # tokens of each chunk of the prefill that gave the first token
+    cuts: bytes = b""  # as the scheduler has told them
     scores: bytes = b""
     prompt_scores: bytes = b""
 
@@ -126,7 +127,7 @@ class LockstepEngine:
         for index, ((prompt, params), answer) in enumerate(zip(requests, answers, strict=True)):
             if answer.finish_reason is None:
                 data, tokens = (np.asarray(ids, np.int32).tobytes() for ids in (prompt, answer.tokens))
-                rejected = scheduler.submit(Submit(index, data, params, tokens, bytes(answer.depths)))
+                rejected = scheduler.submit(Submit(index, data, params, tokens, bytes(answer.depths), cuts=answer.cuts))
                 assert rejected is None, rejected
         return scheduler
 
@@ -170,6 +171,7 @@ class LockstepEngine:
             assert answer.finish_reason is None, "news after the terminal event"
             answer.tokens += event.token_ids
             answer.depths += event.exit_depths
+            answer.cuts = event.cuts or answer.cuts
             answer.scores += event.logprobs
             answer.prompt_scores += event.prompt_logprobs
             answer.finish_reason = event.finish_reason

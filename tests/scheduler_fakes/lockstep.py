@@ -19,6 +19,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    cuts: bytes = field(default=b"", compare=False)
     finish_reason: str | None = None
     stop_reason: int | None = None
 
@@ -71,12 +72,13 @@ class Lockstep:
         self.results.clear()
         self.scheduler = Scheduler(self.config)
         self._start_worker()
-        self.worker.cuts.clear()  # where prompts were cut is lost too
         for request_id, answer in self.answers.items():
             if answer.finish_reason is None:
                 submit = self.submits[request_id]
                 generated = np.asarray(answer.tokens, np.int32).tobytes()
-                known = Submit(request_id, submit.prompt, submit.params, generated, bytes(answer.depths))
+                known = Submit(
+                    request_id, submit.prompt, submit.params, generated, bytes(answer.depths), cuts=answer.cuts
+                )
                 assert self.scheduler.submit(known) is None
         self._settle(self.scheduler.drain_events())
 
@@ -141,6 +143,7 @@ class Lockstep:
             assert len(event.token_ids) == len(event.exit_depths)
             answer.tokens.extend(event.token_ids)
             answer.depths.extend(event.exit_depths)
+            answer.cuts = event.cuts or answer.cuts
             answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
         self._verify()
 

@@ -139,18 +139,35 @@ def test_slot_parameters_must_fit() -> None:
         (StageExtra(targets=int32(-1, 1)), "outside the prompt tokens"),
         (StageExtra(targets=int32(0, 50)), "target token"),
         (StageExtra(grammars=(GrammarStart(5, 1, "x"),)), "grammar of a slot"),
+        (StageExtra(depths=bytes([1, 1, 1, 1])), "4 depths for 5 tokens"),
+        (StageExtra(depths=bytes([1, 1, 0, 1, 1])), "depth out of range"),
+        (StageExtra(depths=bytes([1, 1, 5, 1, 1])), "depth out of range"),
+        (StageExtra(tokens=b"\0" * 12), "not rows of 2"),
+        (StageExtra(tokens=int32(2, 1)), "known token of a slot"),
+        (StageExtra(tokens=int32(1, 1)), "or is sampled"),
+        (StageExtra(tokens=int32(4, 1, 4, 2)), "two known tokens"),
+        (StageExtra(tokens=int32(4, 50)), "known token out of range"),
     ],
 )
 def test_bad_extras(extra: StageExtra, what: str) -> None:
     """Rare inputs index static tables as the frames do; the good ones beside them touch each limit from inside."""
     header, frame = prefill()
-    good = StageExtra(int32(4, MAX_ADJUSTMENTS - 1, 49, 0, 1, 0, 0, 0), int32(0, 49, 4, 0), (GrammarStart(4, 1, "x"),))
+    adjustments, targets = int32(4, MAX_ADJUSTMENTS - 1, 49, 0, 1, 0, 0, 0), int32(0, 49, 4, 0)
+    good = StageExtra(adjustments, targets, (GrammarStart(4, 1, "x"),), bytes([4, 4, 4, 1, 2]), int32(4, 49))
     check_stage(msgspec.structs.replace(header, extra=good), frame, None, LIMITS)
     with pytest.raises(StageError, match=what):
         check_stage(msgspec.structs.replace(header, extra=extra), frame, None, LIMITS)
 
 
-def test_decode_stages_have_no_extras() -> None:
-    header, frame = decode(Stage.CODA, (1, 1, 1))
+@pytest.mark.parametrize("stage", [Stage.PRELUDE, Stage.CORE, Stage.CODA])
+@pytest.mark.parametrize(
+    "extra", [StageExtra(), StageExtra(tokens=int32(1, 5)), StageExtra(depths=b"\1", tokens=int32(1, 5))]
+)
+def test_decode_stages_have_no_extras_but_known_tokens_of_preludes(stage: Stage, extra: StageExtra) -> None:
+    header, frame = decode(stage, (1, 1, 1))
+    header = msgspec.structs.replace(header, extra=extra)
+    if stage is Stage.PRELUDE and not extra.depths:
+        check_stage(header, frame, None, LIMITS)
+        return
     with pytest.raises(StageError, match="decode stage with extra"):
-        check_stage(msgspec.structs.replace(header, extra=StageExtra()), frame, None, LIMITS)
+        check_stage(header, frame, None, LIMITS)

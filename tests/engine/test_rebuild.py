@@ -1,0 +1,194 @@
+"""A sequence that is rebuilt goes on as if nothing had happened: K/V, tokens and exit depths, under every layout.
+
+Rebuilt means: preempted, its worker lost, or its scheduler lost and the request submitted again. The references know no
+interruption. K/V are compared bit for bit where prefill and decode round alike (the C kernels, fp32).
+"""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.frames import Stage
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import RequestParams
+from engine.lockstep import Answer, Disturbance, LockstepEngine
+from engine.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+OUTPUTS = 14
+GATES = {
+    OURO: (Gate.OWN, Gate.DELAYED, Gate.LOOKAHEAD, Gate.FIXED, Gate.REPLAY),
+    HUGINN: (Gate.OWN, Gate.DELAYED, Gate.CONVERGENCE, Gate.FIXED, Gate.REPLAY),
+}
+MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
+SHARED = (KVLayout.SINGLE, KVLayout.FIRST_THEN_SHARED)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
+    """The models as they are served: Ouro with a lookahead head of random weights."""
+    ouro = tmp_path_factory.mktemp("ouro") / "model"
+    shutil.copytree(OURO, ouro)
+    weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(4)) / 4
+    save_file({"weight": weight, "bias": torch.tensor([-0.5])}, ouro / "lookahead_gate.safetensors")
+    return {OURO: ouro, HUGINN: HUGINN}
+
+
+@cache
+def engine(directory: Path, layout: KVLayout, backend: str | None = None, **options: object) -> LockstepEngine:
+    r_max = R_MAX[HUGINN if directory == HUGINN else OURO]
+    values = {"max_num_seqs": 4, "min_free_slots": 1, "kv_blocks": 60, "block_size": 8, "max_loops": r_max} | options
+    return LockstepEngine(EngineConfig.from_values({"model": str(directory), "kv_layout": layout, **values}), backend)
+
+
+def requests(model: Path, layout: KVLayout) -> list[tuple[list[int], RequestParams]]:
+    """One a gate and two that are sampled, on prompts of mixed lengths; more than the slots."""
+    r_max, made = R_MAX[model], []
+    depths = np.random.default_rng(3).integers(1, r_max + 1, OUTPUTS).astype(np.uint8)
+    prompts = [prompts_of(model)[index] for index in (0, 1, 2, 4, 5, 6, 1)]
+    for index, prompt in enumerate(prompts):
+        gate = (*GATES[model], GATES[model][1], Gate.OWN)[index]
+        if not layout.allows_early_exit:
+            gate = Gate.FIXED
+        low = 1 + index % 3 if gate is Gate.FIXED else 2
+        params = RequestParams(
+            max_tokens=OUTPUTS,
+            gate=gate,
+            exit_threshold=0.5 if model == OURO else 0.8,
+            min_loops=low,
+            max_loops=low if gate is Gate.FIXED else r_max,
+            exit_depths=bytes(depths) if gate is Gate.REPLAY else b"",
+            temperature=1.2 if index >= 5 else 0.0,
+            seed=index,
+            repetition_penalty=1.3 if index == 6 else 1.0,
+            presence_penalty=0.5 if index == 6 else 0.0,
+        )
+        made.append((prompt, params))
+    return made
+
+
+def check(
+    model: Path, directory: Path, layout: KVLayout, batch: list[tuple[list[int], RequestParams]], got: list[Answer]
+) -> None:
+    """The greedy ones are the reference's; near ties may cut short a tenth of the comparison at most."""
+    compared = total = 0
+    for (prompt, params), answer in zip(batch[:5], got[:5], strict=True):
+        agreement = compare(model if directory == HUGINN else directory, prompt, params, layout, answer)
+        compared, total = compared + agreement.compared, total + agreement.total
+    assert compared >= 0.9 * total
+
+
+DISTURBANCES = st.lists(
+    st.builds(
+        Disturbance,
+        at_stage=st.integers(1, 160),
+        kind=st.sampled_from(["preempt", "preempt", "preempt", "worker", "scheduler"]),
+        pick=st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_disturbed_runs_equal_the_references(directories: dict[Path, Path], data: st.DataObject) -> None:
+    """Every gate side by side, policies, layouts, chunked prompts, results that come late; sequences preempted and
+    processes lost at random moments. Tokens and exit depths are those of the batch-1 references; sampled and penalised
+    requests, which the references do not know, are those of an undisturbed run."""
+    model = data.draw(st.sampled_from([OURO, HUGINN]))
+    layout = data.draw(st.sampled_from(list(KVLayout)))
+    policy = data.draw(st.sampled_from(["refill", "no-refill", "auto"]))
+    mode = data.draw(st.sampled_from(["off", "lookahead"]))
+    tokens = data.draw(st.sampled_from([8192, 13]))
+    backend = data.draw(st.sampled_from([None, None, "sdpa"]))
+    batch, directory = requests(model, layout), directories[model]
+    options = {"policy": policy, "async_scheduling": mode, "max_num_batched_tokens": tokens}
+    running = engine(directory, layout, backend, **options)
+    disturbed = running.run(batch, data.draw(DISTURBANCES))
+    check(model, directory, layout, batch, disturbed)
+    if layout in SHARED and tokens == 13:
+        return  # where a prompt is cut changes what they hold, and disturbances may change that before its first token
+    undisturbed = engine(directory, layout, backend, **options).run(batch)
+    for index in (5, 6):
+        mine, theirs = disturbed[index], undisturbed[index]
+        assert (mine.tokens, mine.depths) == (theirs.tokens, theirs.depths)
+
+
+@pytest.mark.parametrize("mode", ["off", "lookahead"])
+@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize("model", MODELS)
+def test_preempted_requests_continue(directories: dict[Path, Path], model: Path, layout: KVLayout, mode: str) -> None:
+    """KV blocks for about half of the batch: sequences are thrown out and rebuilt by themselves, several times."""
+    batch = requests(model, layout)
+    running = engine(directories[model], layout, None, kv_blocks=11, async_scheduling=mode)
+    answers = running.run(batch)
+    assert running.preemptions and running.rebuilt
+    check(model, directories[model], layout, batch, answers)
+
+
+class Cache:
+    """What one sequence has in a backend's cache: [layers, K and V, planes, positions, ...] as a flat list."""
+
+    def __init__(self, running: LockstepEngine, slot: int, positions: int) -> None:
+        stages = running.built.runner.stages
+        backend = stages.backend
+        size = backend.geometry.block_size
+        table = stages.slots.block_table[slot].tolist()
+        self.values = [
+            torch.stack([cache[table[at // size] * planes + plane, :, at % size] for at in range(positions)])
+            for layer, planes in enumerate(backend.geometry.planes)
+            for cache in (backend.k_cache[layer], backend.v_cache[layer])  # type: ignore[attr-defined]
+            for plane in range(planes)
+        ]
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("tokens", [8192, 7])
+@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize("model", MODELS)
+def test_every_k_and_v_is_what_decode_had_written(
+    model: Path, layout: KVLayout, tokens: int, backend: str | None
+) -> None:
+    """Every plane of every layer at every position, after decoding under changing depths and after the scheduler that
+    did so was lost; the rebuild's prefill whole or in chunks of 7. Tokens could agree by luck, these cannot; and at full
+    depth, which is what a rebuild once ran, they differ by 0.01 and more (last assertion)."""
+    r_max, prompt, outputs = R_MAX[model], prompts_of(model)[1], 18
+    early = layout.allows_early_exit
+    depths = bytes(np.random.default_rng(1).integers(1, r_max + 1, outputs).astype(np.uint8))
+    params = RequestParams(
+        max_tokens=outputs,
+        gate=Gate.REPLAY if early else Gate.FIXED,
+        min_loops=2,
+        max_loops=r_max if early else 2,
+        exit_depths=depths if early else b"",
+    )
+    held = len(prompt) + outputs - 1  # the last token is never fed
+    options = {"max_num_batched_tokens": tokens, "async_scheduling": "off", "max_num_seqs": 1}
+    running = engine(model, layout, backend, **options)
+    running.history.clear()
+    [whole] = running.run([(prompt, params)])
+    want = Cache(running, 1, held)
+    preludes = [index for index, ran in enumerate(running.history) if ran.header.stage == Stage.PRELUDE]
+    lost = Disturbance(preludes[-1] + 1, "scheduler")
+    [answer] = running.run([(prompt, params)], [lost])
+    assert (answer.tokens, answer.depths) == (whole.tokens, whole.depths)
+    got = Cache(running, 1, held)
+    for mine, theirs in zip(got.values, want.values, strict=True):
+        if backend is None:
+            assert torch.equal(mine, theirs)
+        else:
+            torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-5)
+    [full] = running.run([(prompt + answer.tokens[:-1], msgspec.structs.replace(params, max_tokens=1, gate=Gate.NONE))])
+    assert full.depths == [r_max]
+    other = Cache(running, 1, held)
+    if early:
+        assert max((a - b).abs().max().item() for a, b in zip(other.values, want.values, strict=True)) > 0.01
