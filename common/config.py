@@ -25,6 +25,7 @@ POLICIES = ("auto", "refill", "no-refill", "cb")
 OBJECTIVES = ("throughput", "latency", "goodput")
 ASYNC_MODES = ("off", "async", "lookahead")
 PREEMPTION = ("off", "recompute")
+PREFIX_CACHING = ("off", "on")
 
 
 ENGINE_GATES = tuple(gate.label for gate in Gate if gate not in (Gate.FIXED, Gate.REPLAY))  # those need request fields
@@ -37,9 +38,11 @@ def option(
     choices: tuple[str, ...] | None = None,
     low: float | None = None,
     high: float | None = None,
+    bare: str | None = None,
 ) -> Any:
-    """A field with what its command-line option needs: help, the values or the (inclusive) range it may take."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+    """A field with what its command-line option needs: help, the values or the (inclusive) range it may take, and what
+    it means without a value."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "bare": bare})
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,9 @@ class EngineConfig:
         ("zero", "seeded"),
     )
     preemption: str = option("recompute", "what happens when KV blocks run out", PREEMPTION)
+    prefix_caching: str = option(
+        "off", "keep the K/V of prompts, so that prompts which begin alike share them", PREFIX_CACHING, bare="on"
+    )
     stage_trace: str | None = option(None, "file that gets one JSON line a stage, in launch order (scheduling trace)")
     async_scheduling: str = option("lookahead", "how far the scheduler runs ahead of the worker", ASYNC_MODES)
     threads: int | None = option(None, "threads of the CPU worker (default: the cores it may use)", low=1)
@@ -161,10 +167,13 @@ def add_option_arguments(
             continue
         default = "" if entry.default is None else f" (default {entry.default})"
         choices = entry.metadata["choices"]
+        bare = entry.metadata.get("bare")
         group.add_argument(
             "--" + name.replace("_", "-"),
             dest=name,
             default=argparse.SUPPRESS,
+            nargs=None if bare is None else "?",
+            const=bare,
             metavar="|".join(choices) if choices else plain_type(entry).__name__.upper(),
             help=entry.metadata["help"].replace("%", "%%") + default,
         )

@@ -10,6 +10,7 @@ from depthbatch.scheduler.blocks import BlockPool, SlotPool
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.extras import PrefillChunk
 from depthbatch.scheduler.policies import PrefillLimit
+from depthbatch.scheduler.prefix_cache import PrefixCache, PrefixCachingPool
 from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
@@ -30,6 +31,10 @@ class Admission:
         self._headroom = int(np.ceil(config.kv_headroom * config.usable_blocks))
         self.rows = RowState(config.max_num_seqs, config.max_blocks_per_seq)
         self.blocks = BlockPool(config.num_blocks)
+        self.prefixes: PrefixCache | None = None
+        if config.prefix_caching:
+            self.blocks = pool = PrefixCachingPool(config.num_blocks)
+            self.prefixes = PrefixCache(pool, config.block_size, config.seeded_state)
         self.slots = SlotPool(config.max_num_seqs)
         self.waiting = WaitingQueue()
         self.partial: Request | None = None  # the one prompt that is partly prefilled
@@ -63,6 +68,9 @@ class Admission:
             chunks.append(self._chunk(head, budget, self._admit(head)))
             budget -= chunks[-1].length
             prompts -= 1
+        if self.prefixes is not None:  # not sooner: prompts of one stage do not see each other's blocks
+            for chunk in chunks:
+                self.prefixes.publish(chunk.request, chunk.start, self.rows.table[chunk.request.slot])
         return chunks
 
     def _first_chunk(self, tokens: int) -> int:
@@ -93,6 +101,11 @@ class Admission:
         new_blocks[border] = taken
         return new_blocks
 
+    def forget_prefixes(self) -> None:
+        """The worker's memory is gone."""
+        if self.prefixes is not None:
+            self.prefixes.pool.clear()
+
     def release(self, request: Request) -> None:
         """Slot and blocks go back."""
         self.blocks.give(self.rows.release(request.slot))
@@ -114,21 +127,24 @@ class Admission:
         """Blocks for the prompt, headroom, and one block of growth for each running sequence (two for a request that
         comes back: it must get further than the last time). An empty engine admits whatever fits."""
         needed, free = self._blocks_needed(request), self.blocks.free
-        active = self.num_active
-        if not active:
-            return needed <= free
-        growth = 0 if self._reserve_all else active * (2 if request.preempted else 1)
-        return needed + max(self._headroom, growth) <= free
+        if active := self.num_active:
+            growth = 0 if self._reserve_all else active * (2 if request.preempted else 1)
+            needed += max(self._headroom, growth)
+        if needed > free and self.prefixes is not None:
+            found = self.prefixes.find(request)
+            needed -= len(found) - self.prefixes.pool.num_idle(found)
+        return needed <= free
 
     def _admit(self, request: Request) -> Int32Array:
         self.waiting.remove(request)
-        blocks = self.blocks.take(self._blocks_needed(request))
+        shared = _NO_BLOCKS if self.prefixes is None else self.prefixes.share(request)
+        blocks = np.concatenate([shared, self.blocks.take(self._blocks_needed(request) - shared.size)])
         request.slot = self.slots.take()
         request.state = State.ACTIVE
-        request.computed = 0
+        request.computed = shared.size * self._config.block_size
         request.prefill_tokens = request.tokens_to_prefill()
         if not request.output:
-            request.cuts.clear()
+            request.cuts.clear()  # nothing has come of them
         self.rows.admit(request.slot, request, blocks)
         return blocks
 

@@ -13,24 +13,32 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.total = num_blocks - 1
-        self._stack = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # [:free] is free, the top is next
-        self.free = self.total
+        self._stack = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # [:height] is free, the top is next
+        self._height = self.total
+
+    @property
+    def free(self) -> int:
+        return self._height
 
     def take(self, count: int) -> Int32Array:
         """``count`` blocks; the caller has checked ``free``."""
         if count > self.free:
             raise ValueError(f"{count} blocks asked, {self.free} free")
-        self.free -= count
-        return self._stack[self.free : self.free + count][::-1].copy()
+        self._height -= count
+        return self._stack[self._height : self._height + count][::-1].copy()
 
     def give(self, blocks: Int32Array) -> None:
         """Takes blocks back."""
-        self._stack[self.free : self.free + blocks.size] = blocks
-        self.free += blocks.size
+        self._stack[self._height : self._height + blocks.size] = blocks
+        self._height += blocks.size
 
     def free_blocks(self) -> Int32Array:
         """The free blocks, as a view."""
-        return self._stack[: self.free]
+        return self._stack[: self._height]
+
+    def owners(self, blocks: Int32Array) -> Int32Array:
+        """How many sequences hold each of these held blocks."""
+        return np.ones(blocks.size, np.int32)
 
 
 class SlotPool:

@@ -37,6 +37,8 @@ class SchedulerConfig:
     itl_target_s: float = DEFAULT_ITL_TARGET_MS / 1e3
     kv_headroom: float = 0.0  # share of the blocks kept free at admission
     preemption: str = "recompute"
+    prefix_caching: bool = False
+    seeded_state: bool = False  # a prompt's K/V depend on its request's seed
     async_scheduling: str = "off"
     gates: tuple[Gate, ...] = tuple(Gate)
     kv_layout: KVLayout = KVLayout.SINGLE
@@ -84,6 +86,11 @@ class SchedulerConfig:
         gate = info.default_gate
         if gate.may_exit_early and not layout.allows_early_exit:
             raise ConfigError(f"kv-layout {layout} cannot serve gate {gate.label}: early exits would leave holes")
+        if options.prefix_caching == "on" and not layout.keeps_every_loop(info.r_max):
+            raise ConfigError(
+                f"prefix-caching needs a KV layout with a plane a loop: under {layout} a prompt sees a cached prefix "
+                "otherwise than its own tokens"
+            )
         coda_batch = 1 if info.boundary_layers == 0 else max(1, width // 4)
         return cls(
             policy=options.policy,
@@ -102,6 +109,8 @@ class SchedulerConfig:
             itl_target_s=(options.itl_target_ms or DEFAULT_ITL_TARGET_MS) / 1e3,
             kv_headroom=options.kv_headroom,
             preemption=options.preemption,
+            prefix_caching=options.prefix_caching == "on",
+            seeded_state=options.state_init == "seeded",
             async_scheduling=options.async_scheduling,
             gates=tuple(info.gates),
             kv_layout=layout,

@@ -122,6 +122,7 @@ class Scheduler:
         """The worker is gone: everything in flight is lost, every request it worked on waits to be rebuilt."""
         self._in_flight.clear()
         self._unsettled.clear()
+        self.admission.forget_prefixes()
         lost = [r for r in self._requests.values() if r.state in (State.ACTIVE, State.DRAINING)]
         for request in sorted(lost, key=lambda r: r.order, reverse=True):
             if request.state is State.ACTIVE:
@@ -162,6 +163,8 @@ class Scheduler:
         values["num_requests_running"] = self.num_running
         values["num_requests_waiting"] = self.num_waiting
         values["kv_cache_usage_perc"] = 1.0 - self.admission.blocks.free / self.config.usable_blocks
+        if (prefixes := self.admission.prefixes) is not None:
+            values |= {"prefix_cache_queries_total": prefixes.queries, "prefix_cache_hits_total": prefixes.hits}
         for name in ("q_p", "q_d", "q_r", "q_c"):
             values[f'queue_length{{queue="{name}"}}'] = getattr(view, name)
         return values

@@ -45,6 +45,7 @@ class Request:
     preempted: bool = False
     targets_sent: int = 0  # prompt tokens, the first apart, whose scoring prefill has been dispatched
     targets_known: int = 0  # and answered
+    prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
     overdue: bool = False  # waits behind all that are not (objective goodput)
     arrived_s: float | None = None  # until it is first prefilled, on the caller's clock
 

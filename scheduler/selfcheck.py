@@ -27,13 +27,15 @@ def check_idle(admission: "Admission") -> None:
 
 
 def check_ownership(admission: "Admission", requests: Iterable[Request]) -> None:
-    """Every block, slot and row has exactly one owner, at any time."""
+    """Every slot and row has exactly one owner, and every block as many as its pool says, at any time."""
     rows, blocks, slots = admission.rows, admission.blocks, admission.slots
     held = [rows.table[slot, : rows.num_blocks[slot]] for slot in range(1, slots.total + 1)]
-    all_blocks = np.sort(np.concatenate([*held, blocks.free_blocks()]))
+    owned, owners = np.unique(np.concatenate(held), return_counts=True)
+    all_blocks = np.sort(np.concatenate([owned, blocks.free_blocks()]))
     _require(
         np.array_equal(all_blocks, np.arange(1, blocks.total + 1)), "blocks: free and held are not each block once"
     )
+    _require(np.array_equal(owners, blocks.owners(owned)), "a block has more or fewer owners than its pool says")
     free = set(slots.free_slots())
     _require(len(free) == slots.free, "a slot is in the free list twice")
     active = {request.slot: request for request in requests if request.state is State.ACTIVE}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import ROW_AUX, Stage, split_prefill_frame
+from depthbatch.common.frames import ROW_AUX, SlotParam, Stage, split_prefill_frame
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
 from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
@@ -181,9 +181,10 @@ class LockstepEngine:
         header = stage.header
         parts = split_prefill_frame(stage.frame, header.rows, header.n_tokens, header.n_updates)
         finished = iter(sampled)
+        fresh = set() if stage.slot_params is None else set(stage.slot_params[:, SlotParam.SLOT].tolist())
         for slot, start, length, sample in zip(*(part.tolist() for part in parts[:4]), strict=True):
-            if start == 0:
-                self._chunks[slot] = []
+            if slot in fresh:
+                self._chunks[slot] = [start] if start else []  # a cached prefix was a chunk of its own
             self._chunks[slot].append(length)
             if sample:
                 next(finished).chunks = tuple(self._chunks.pop(slot))

@@ -230,6 +230,25 @@ def test_seeded_initial_states_are_the_requests_own() -> None:
         assert agreement.compared == agreement.total
 
 
+@pytest.mark.parametrize("max_tokens", [8192, 13], ids=["whole", "chunked"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_cached_prefix_changes_nothing(model: Path, max_tokens: int) -> None:
+    """Prompts that begin alike start behind blocks that others have prefilled, and still get the reference's tokens and
+    depths; some of the blocks are of sequences that have ended."""
+    prefix = prompts_of(model)[-1]
+    prefix = (prefix * (40 // len(prefix) + 1))[:40]
+    prompts = [[*prefix[: 40 - index], *prompt[:3]] for index, prompt in enumerate(prompts_of(model))]
+    gates = gates_of(model)
+    requests = [params(model, gates[index % len(gates)], index) for index in range(len(prompts))]
+    running = engine(
+        model, "last_exited", prefix_caching="on", block_size=16, max_num_batched_tokens=max_tokens, max_num_seqs=2
+    )
+    answers = running.run(list(zip(prompts, requests, strict=True)))
+    check(model, "last_exited", prompts, requests, answers)
+    prefilled = sum(ran.header.n_tokens for ran in running.history)
+    assert prefilled < 0.75 * sum(len(prompt) for prompt in prompts)
+
+
 def test_depth_indexed_refuses_gates_that_exit_early() -> None:
     """Both at the edge (the option) and for a request; the message names layout and gate."""
     with pytest.raises(ConfigError, match=r"depth_indexed.*delayed"):

@@ -3,7 +3,8 @@
 KV entries and work items are integers, hashed from what a row reads. A row that reads anything its own sequence did
 not write raises at once, so slots and blocks handed on too early cannot go unnoticed. Tokens are a function of the
 whole context, so a wrong token anywhere changes all later ones. ``plain_decode`` is the batch-1 reference: it has
-neither blocks, slots, stages nor batches.
+neither blocks, slots, stages nor batches. With prefix caching a sequence may start behind whole blocks of others; what
+it finds there must stay as it is for as long as it reads it, and a token of another prompt in it changes its output.
 
 The cache remembers how deep each token went, as a real model's does, so a sequence that is rebuilt with one depth wrong
 says something else from there on. What a rebuilt sequence must be told is checked against what this worker gave it: no
@@ -112,6 +113,7 @@ class Slot:
     context: list[int] = field(default_factory=list)
     table: dict[int, int] = field(default_factory=dict)
     cuts: list[int] = field(default_factory=list)  # tokens of each chunk of its prefill
+    adopted: list[int] = field(default_factory=list)  # entries of the cached blocks it started with
     params: np.ndarray | None = None
 
 
@@ -126,6 +128,7 @@ class PagedWorker:
         self.slots = [Slot() for _ in range(config.max_num_seqs + 1)]
         self.cells: dict[tuple[int, int], Cell] = {}
         self.sequences = 0
+        self.adopted = 0  # tokens found in cached blocks
         self.last_step_id = 0
         self.core_rows = 0
         self.mixed_depths = 0  # most different loops in one core batch
@@ -176,7 +179,7 @@ class PagedWorker:
         slots = frame.slots.tolist()
         assert len(set(slots)) == len(slots) and int(frame.lengths.sum()) == header.n_tokens
         assert int(frame.lengths.min()) >= 1
-        self._take_params(stage, {s for s, start in zip(slots, frame.starts.tolist(), strict=True) if start == 0})
+        fresh = self._take_params(stage)
         for number, index, block in frame.updates.tolist():
             assert number in slots and 0 < block < config.num_blocks and index < config.max_blocks_per_seq
             self.slots[number].table[index] = block
@@ -188,12 +191,12 @@ class PagedWorker:
         hot = False
         for row, number in enumerate(slots):
             slot, start, length = self.slots[number], int(frame.starts[row]), int(frame.lengths[row])
-            if start:
-                assert Stage.PREFILL in slot.expects and slot.prefilled == start, "chunks are consecutive"
-            else:
+            if number in fresh:
                 self.sequences += 1
-                slot.sequence, slot.prefilled = self.sequences, 0
-                slot.cuts = []
+                slot.sequence = self.sequences
+                self._adopt(slot, start)
+            else:
+                assert Stage.PREFILL in slot.expects and slot.prefilled == start > 0, "chunks are consecutive"
             prompt_tokens = int(slot.params[SlotParam.FIRST_OUTPUT])
             for index in range(offset, offset + length):
                 position, token, depth = start + index - offset, int(frame.token_ids[index]), depths[index]
@@ -219,14 +222,23 @@ class PagedWorker:
         assert bool(header.variant & Variant.SAMPLE) == hot
         return sampled, []
 
-    def _take_params(self, stage: ScheduledStage, fresh: set[int]) -> None:
+    def _take_params(self, stage: ScheduledStage) -> set[int]:
+        """Parameters come with the first chunk, and with no other; the slots that they are for."""
         params = stage.slot_params
-        given = set() if params is None else set(params[:, SlotParam.SLOT].tolist())
-        assert given == fresh and stage.header.n_slot_params == len(fresh), "parameters come with the first chunk"
-        if params is not None:
-            for row in params:
-                number = int(row[SlotParam.SLOT])
-                self.slots[number] = Slot(params=row.copy())  # whatever was here is gone
+        given = [] if params is None else params[:, SlotParam.SLOT].tolist()
+        assert stage.header.n_slot_params == len(given) == len(set(given))
+        for row in params if params is not None else ():
+            self.slots[int(row[SlotParam.SLOT])] = Slot(params=row.copy())  # whatever was here is gone
+        return set(given)
+
+    def _adopt(self, slot: Slot, start: int) -> None:
+        """Whole blocks before ``start`` hold what other sequences' prefills wrote for these positions."""
+        assert start == 0 or (self.config.prefix_caching and start % self.config.block_size == 0)
+        for position in range(start):
+            cell = self._cell(slot, position)
+            assert cell.position == position, "a cached block is not of this place"
+            slot.adopted.append(cell.value)
+        self.adopted += start
 
     def _prelude(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
         flags = []
@@ -281,13 +293,20 @@ class PagedWorker:
         self.cells[slot.table[position // size], position % size] = Cell(slot.sequence, position, value)
 
     def _read(self, slot: Slot, last: int) -> list[int]:
-        """Entries of positions 0 .. last; every one must be this sequence's own."""
-        size, out = self.config.block_size, []
+        """Entries of positions 0 .. last; every one must be this sequence's own, or still what it found there."""
+        out = []
         for position in range(last + 1):
-            cell = self.cells[slot.table[position // size], position % size]
-            assert cell.owner == slot.sequence and cell.position == position, "read what another sequence wrote"
+            cell = self._cell(slot, position)
+            if position < len(slot.adopted):
+                assert cell.value == slot.adopted[position], "a cached block was written while it was read"
+            else:
+                assert cell.owner == slot.sequence and cell.position == position, "read what another sequence wrote"
             out.append(cell.value)
         return out
+
+    def _cell(self, slot: Slot, position: int) -> Cell:
+        size = self.config.block_size
+        return self.cells[slot.table[position // size], position % size]
 
     @staticmethod
     def _seed(slot: Slot) -> int:

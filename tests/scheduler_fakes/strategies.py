@@ -11,6 +11,8 @@ VOCAB = 40
 EARLY_GATES = (Gate.REPLAY, Gate.OWN, Gate.DELAYED, Gate.LOOKAHEAD, Gate.CONVERGENCE, Gate.PRELOOP)
 KNOWN_AHEAD = (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.LOOKAHEAD, Gate.DELAYED, Gate.CONVERGENCE)
 
+COMMON_PREFIXES = ([], list(range(8)), [*range(5), 9, 9, 9], list(range(8, 15)))
+
 
 @st.composite
 def configs(
@@ -21,13 +23,15 @@ def configs(
     max_len = draw(st.integers(4, 28))
     need = -(-max_len // block_size)
     blocks = draw(st.integers(max(1, need // 2), need * width + 2))
+    r_max = draw(st.integers(1, 5))
+    layout = draw(st.sampled_from([layout for layout in KVLayout if layout.allows_early_exit]))
     return SchedulerConfig(
         policy=draw(st.sampled_from(policies)),
         max_num_seqs=width,
         max_num_batched_tokens=draw(st.integers(1, 24)),
         min_free_slots=draw(st.integers(1, width)),
         min_coda_batch=draw(st.integers(1, width)),
-        r_max=draw(st.integers(1, 5)),
+        r_max=r_max,
         block_size=block_size,
         num_blocks=blocks + 1,
         max_model_len=max_len,
@@ -36,7 +40,8 @@ def configs(
         kv_headroom=draw(st.sampled_from([0.0, 0.0, 0.2])),
         preemption=draw(st.sampled_from(preemption)),
         async_scheduling=draw(st.sampled_from(modes)),
-        kv_layout=draw(st.sampled_from([layout for layout in KVLayout if layout.allows_early_exit])),
+        kv_layout=layout,
+        prefix_caching=layout.keeps_every_loop(r_max) and draw(st.booleans()),
     )
 
 
@@ -46,7 +51,8 @@ def submits(draw, config, request_id, gates=tuple(Gate), stops=True):
     gate = draw(st.sampled_from(gates))
     max_loops = draw(st.integers(1, config.r_max))
     max_tokens = draw(st.integers(1, 14))
-    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=16))
+    common = draw(st.sampled_from(COMMON_PREFIXES))
+    prompt = [*common, *draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=16 - len(common)))]
     depths = draw(st.lists(st.integers(1, 6), max_size=max_tokens)) if gate is Gate.REPLAY else []
     return Submit(
         request_id,

@@ -1,0 +1,155 @@
+"""Prefix caching: full blocks of prompts, shared between sequences and kept after their last owner until memory is needed.
+
+A block is known by a hash of every token up to its end, so equal keys mean equal prefixes. Only what prefill wrote is
+shared: a prompt's blocks are never written again (decode writes behind the prompt), so nothing is copied on write.
+Exact under layouts that keep a plane a loop; the configuration refuses the others, under which a chunk sees earlier
+chunks otherwise than itself.
+
+Stream order, as for all blocks: a block can be shared as soon as the prefill that writes it has been dispatched, by a
+later stage.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import numpy as np
+from depthbatch.common.frames import Int32Array
+from depthbatch.scheduler.blocks import BlockPool
+from depthbatch.scheduler.requests import Request
+
+Key = bytes
+
+
+def prefix_keys(prompt: Int32Array, block_size: int, salt: bytes = b"") -> tuple[Key, ...]:
+    """One key a full block of the prompt, int32 [n], each covering all tokens up to the block's end.
+
+    ``salt``: what else the K/V of a prefix depends on.
+    """
+    data, size = prompt.astype("<i4", copy=False).tobytes(), 4 * block_size
+    keys, last = [], salt
+    for end in range(size, len(data) + 1, size):
+        last = blake2b(last + data[end - size : end], digest_size=16).digest()
+        keys.append(last)
+    return tuple(keys)
+
+
+class PrefixCachingPool(BlockPool):
+    """A BlockPool whose blocks may have several owners, and whose cached blocks stay until they are needed.
+
+    ``free`` counts what can be taken: blocks that hold nothing, and cached ones without an owner (idle).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._owners = np.zeros(num_blocks, np.int32)
+        self._block_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached, no owner; least recently used first
+
+    @property
+    def free(self) -> int:
+        return self._height + len(self._idle)
+
+    def lookup(self, keys: Iterable[Key]) -> list[int]:
+        """The cached blocks of the longest known prefix; they stay whose they are."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these cached blocks have no owner: sharing them takes them out of ``free``."""
+        return sum(block in self._idle for block in blocks)
+
+    def share(self, blocks: list[int]) -> Int32Array:
+        """One more owner for each of these cached blocks; returns them as an array."""
+        shared = np.array(blocks, np.int32)
+        for block in blocks:
+            self._idle.pop(block, None)
+        self._owners[shared] += 1
+        return shared
+
+    def publish(self, keys: Iterable[Key], blocks: Iterable[int]) -> None:
+        """These owned blocks now hold these prefixes. A prefix that is known already keeps the block it has."""
+        for key, block in zip(keys, blocks, strict=True):
+            if key not in self._block_of and block not in self._key_of:
+                self._block_of[key] = block
+                self._key_of[block] = key
+
+    def take(self, count: int) -> Int32Array:
+        if count > self.free:
+            raise ValueError(f"{count} blocks asked, {self.free} free")
+        evicted = [self._idle.popitem(last=False)[0] for _ in range(count - self._height)]
+        for block in evicted:
+            del self._block_of[self._key_of.pop(block)]
+        super().give(np.array(evicted, np.int32))
+        blocks = super().take(count)
+        self._owners[blocks] = 1
+        return blocks
+
+    def give(self, blocks: Int32Array) -> None:
+        self._owners[blocks] -= 1
+        released = blocks[self._owners[blocks] == 0]
+        cached = np.array([block in self._key_of for block in released.tolist()], np.bool_)
+        super().give(released[~cached])
+        # Last block first: a prefix loses its end before its beginning, without which the end is of no use.
+        self._idle.update(dict.fromkeys(released[cached][::-1].tolist()))
+
+    def clear(self) -> None:
+        """The memory is gone: nothing is cached any more. Owners stay."""
+        super().give(np.fromiter(self._idle, np.int32, len(self._idle)))
+        self._idle.clear()
+        self._block_of.clear()
+        self._key_of.clear()
+
+    def free_blocks(self) -> Int32Array:
+        return np.concatenate([super().free_blocks(), np.fromiter(self._idle, np.int32, len(self._idle))])
+
+    def owners(self, blocks: Int32Array) -> Int32Array:
+        """How many sequences hold each block."""
+        return self._owners[blocks]
+
+
+class PrefixCache:
+    """What requests find in the pool and leave there; counts it as vLLM does.
+
+    ``seeded``: the K/V of a prefix depend on its request's seed as well, by its initial state.
+    """
+
+    def __init__(self, pool: PrefixCachingPool, block_size: int, seeded: bool) -> None:
+        self.pool = pool
+        self._block_size = block_size
+        self._seeded = seeded
+        self.queries = 0  # prompt tokens looked up
+        self.hits = 0  # and found
+
+    def find(self, request: Request) -> list[int]:
+        """Cached blocks that the request's prefill can leave out; at least one token is left to it.
+
+        None for requests whose prompt must run for more than its K/V: to be scored, or counted by a penalty.
+        """
+        if request.params.prompt_logprobs or request.params.shapes_logits:
+            return []
+        return self.pool.lookup(self._keys(request)[: (request.length - 1) // self._block_size])
+
+    def share(self, request: Request) -> Int32Array:
+        """Makes the request an owner of what it finds; [n] blocks."""
+        found = self.find(request)
+        self.queries += request.prompt.size
+        self.hits += len(found) * self._block_size
+        return self.pool.share(found)
+
+    def publish(self, request: Request, start: int, table: Int32Array) -> None:
+        """A prefill that runs the request's tokens from ``start`` has been put together; ``table``: its slot's blocks."""
+        first, end = start // self._block_size, min(request.computed, request.prompt.size) // self._block_size
+        self.pool.publish(self._keys(request)[first:end], table[first:end].tolist())
+
+    def _keys(self, request: Request) -> tuple[Key, ...]:
+        if request.prefix_keys is None:
+            salt = (request.params.seed & (1 << 64) - 1).to_bytes(8, "little") if self._seeded else b""
+            request.prefix_keys = prefix_keys(request.prompt, self._block_size, salt)
+        return request.prefix_keys
