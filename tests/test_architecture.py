@@ -52,6 +52,22 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong
 
 
+def test_nothing_is_unpickled() -> None:
+    """Row "pickle over ZMQ, type names from the wire, 0.0.0.0 binds": no source of ours so much as imports what turns
+    bytes into objects of any type, and torch.load, which can, is asked for weights only."""
+    for package in PACKAGES:
+        for path in sources(package):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for node in ast.walk(tree):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & set(names), path
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                    assert any(
+                        word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords
+                    )
+
+
 def test_arrows_are_seen() -> None:
     """The test above would pass on anything if it found no imports at all."""
     assert "common" in set(imported_packages(ROOT / "scheduler" / "process.py"))

@@ -157,6 +157,55 @@ def test_resubmitted_request_that_had_stopped_ends_with_stop() -> None:
     assert (answer.tokens, answer.finish_reason, answer.stop_reason) == ([3, 7], "stop", 7)
 
 
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"generated_depths": b"\4"}, "generated_depths"),
+        ({"generated_depths": b"\4\2\1"}, "generated_depths"),
+        ({"generated_depths": b"\4\0"}, "generated_depths"),
+        ({"generated_depths": b"\4\5"}, "generated_depths"),
+        ({"generated": np.array([3, 40], np.int32).tobytes()}, "generated"),
+        ({"generated": np.array([3, -1], np.int32).tobytes()}, "generated"),
+        ({"generated": b"\1\0\0\0\1"}, "generated"),
+        ({"cuts": b"\5\0\0"}, "cuts"),
+        ({"cuts": np.array([4], np.int32).tobytes()}, "cuts"),
+        ({"cuts": np.array([6, -1], np.int32).tobytes()}, "cuts"),
+        ({"cuts": np.array([5], np.int32).tobytes()}, None),
+    ],
+)
+def test_what_is_said_of_a_resubmitted_request_is_checked(changes: dict, param: str | None) -> None:
+    """A depth that is missing or out of range would be a wrong K/V, or a row that never leaves the core."""
+    one = submit(1)
+    fields = {"generated": np.array([3, 7], np.int32).tobytes(), "generated_depths": b"\4\2"} | changes
+    refusal = Scheduler(BASE).submit(Submit(1, one.prompt, one.params, **fields))
+    assert (refusal and refusal.param) == param
+
+
+@pytest.mark.parametrize("layout", [KVLayout.SINGLE, KVLayout.LAST_EXITED])
+def test_a_prompt_is_cut_where_it_was(layout: KVLayout) -> None:
+    """Where loops share a plane a prompt's K/V depend on where it was cut: behind another prompt it was after 6 of 20
+    tokens (M = 16), alone it would be after 16; its scheduler lost, it is cut after 6 again, as its frontend remembers.
+    Where every loop has a plane it does not matter, and nothing is told."""
+    harness = Lockstep(replace(BASE, kv_layout=layout, max_num_batched_tokens=16))
+    harness.submit(submit(1, 10, tokens=1))
+    harness.submit(submit(2, 20, tokens=9))
+    while len(harness.answers[2].tokens) < 4:
+        if harness.dispatch() is None:
+            harness.complete()
+    cuts = np.frombuffer(harness.answers[2].cuts, np.int32).tolist()
+    harness.lose_scheduler()
+    lengths = []
+    while (stage := harness.dispatch()) is not None and stage.header.stage == 0:
+        lengths.append(stage.header.n_tokens)
+        harness.complete()
+    if layout is KVLayout.SINGLE:
+        assert cuts == [6, 14] and lengths == [6, 14]
+    else:
+        assert cuts == [] and lengths == [16, 7]
+    harness.run()
+    assert len(harness.answers[2].tokens) == 9
+
+
 # --- order
 
 
@@ -186,8 +235,8 @@ def test_priority_first_then_arrival() -> None:
 
 
 def test_one_huge_prompt_is_chunked_and_short_requests_wait_a_bounded_time() -> None:
-    """A prompt of 60 tokens under M = 16 goes through in 4 prefills; a short one behind it starts in the last of them,
-    at most ceil(60 / 16) stages later."""
+    """Row "one huge prompt blocks everyone": a prompt of 60 tokens under M = 16 goes through in 4 prefills; a short one
+    behind it starts in the last of them, at most ceil(60 / 16) stages later."""
     harness = Lockstep(BASE)
     harness.keep_stages = True
     harness.submit(submit(1, 60))
@@ -240,8 +289,9 @@ def test_headroom_keeps_blocks_free_at_admission() -> None:
 @pytest.mark.parametrize("policy", ["cb", "no-refill", "refill"])
 @pytest.mark.parametrize(("prompt", "tokens"), [(8, 120), (64, 64), (120, 8)])
 def test_twice_oversubscribed_kv_does_not_thrash(policy: str, prompt: int, tokens: int) -> None:
-    """16 slots, blocks for 8 whole sequences. Ideal: as many slots as the blocks can hold, so that nothing is ever
-    preempted. Every request finishes with its tokens, in at most 1.5 times the stages and 1.5 times the core rows."""
+    """Row "preempt and resume thrash": 16 slots, blocks for 8 whole sequences. Ideal: as many slots as the blocks can
+    hold, so that nothing is ever preempted. Every request finishes with its tokens, in at most 1.5 times the stages and
+    1.5 times the core rows."""
     config = replace(
         BASE,
         policy=policy,

@@ -34,7 +34,8 @@ def scripted(config: SchedulerConfig, requests, aborts, mode: str, late: bool, s
 @settings(SLOW, max_examples=200)
 @given(st.data())
 def test_lookahead_takes_the_decisions_of_off(data: st.DataObject) -> None:
-    """Wherever exits are known one loop ahead, lookahead sends the same frames in the same order, byte for byte (so
+    """Row "overlapped scheduling: stale placeholder after preemption, input buffer overwritten in use, slot reused
+    early". Wherever exits are known one loop ahead, lookahead sends the same frames in the same order, byte for byte (so
     the same slots, blocks, positions and loops), under aborts at the same points, preemptions and length finishes;
     unaborted requests get the same tokens and depths. A slot or block reused a stage early or late, or an exit one
     loop off, would change a frame; the paged worker checks what rows read besides."""
@@ -172,7 +173,7 @@ def test_late_stop_is_counted_and_dropped() -> None:
 
 
 def test_abort_with_everything_in_flight_drops_late_tokens() -> None:
-    """The late completion of an aborted request is counted and dropped, never an error."""
+    """Row "late completion of an aborted request trips an assert": it is counted and dropped, never an error."""
     harness = Lockstep(build(4))
     harness.submit(request(0, Gate.REPLAY, depths=[1] * 8))
     while harness.dispatch() is not None:
