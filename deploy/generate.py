@@ -4,15 +4,17 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from depthbatch.common.config import add_config_arguments, config_from_sources, to_toml
 from depthbatch.common.errors import RequestError
-from depthbatch.frontend.llm import LLM, Prompt
+from depthbatch.frontend.llm import LLM, Prompt, encode_prompt
 from depthbatch.frontend.output import OutputDelta, RequestOutput
 from depthbatch.frontend.params import SamplingParams, add_number_argument
 from depthbatch.frontend.tokenizer import Tokenizer
+from tqdm import tqdm
 
 DEMO_PROMPTS = (  # one of each kind that the demo model knows, none of them seen in training
     "46+5=",
@@ -59,11 +61,13 @@ def run_generate(args: argparse.Namespace) -> int:
     params = _sampling_params(args)
     with LLM(**dataclasses.asdict(config)) as llm:
         prompts = [_prompt(text, llm.tokenizer) for text in texts]
+        views: list[View]
         if args.json:
-            for output in llm.generate(prompts, params):
-                print(json.dumps(_as_json(output), ensure_ascii=False), flush=True)
+            views = [JsonView(prompt, encode_prompt(prompt, params, llm.tokenizer)) for prompt in prompts]
         else:
-            _stream(llm, texts, prompts, params, not args.no_depths)
+            has_text, styled = llm.tokenizer is not None, sys.stdout.isatty()
+            views = [PromptView(text, not args.no_depths, llm.info.r_max, styled, has_text) for text in texts]
+        _stream(llm, prompts, params, views)
     return 0
 
 
@@ -114,10 +118,38 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 # --- streaming to a terminal
 
 
+class View(Protocol):
+    """One prompt's output as it is shown."""
+
+    shown: str  # what is to stand there so far
+    finished: bool
+
+    def add(self, delta: OutputDelta) -> str:
+        """The characters that a delta adds to ``shown``."""
+        ...
+
+
+class JsonView:
+    """The whole output as one JSON line, once it is finished."""
+
+    def __init__(self, prompt: Prompt, prompt_ids: list[int]) -> None:
+        self._output = RequestOutput(prompt if isinstance(prompt, str) else None, prompt_ids)
+        self.finished = False
+        self.shown = ""
+
+    def add(self, delta: OutputDelta) -> str:
+        self._output.append(delta)
+        if delta.finish_reason is not None:
+            self.finished = True
+            self.shown = json.dumps(_as_json(self._output), ensure_ascii=False) + "\n"
+        return self.shown
+
+
 class PromptView:
     """One prompt's output as it is shown: the text, the depth of its tokens in superscript behind it."""
 
-    def __init__(self, text: str, show_depths: bool, r_max: int, styled: bool) -> None:
+    def __init__(self, text: str, show_depths: bool, r_max: int, styled: bool, has_text: bool) -> None:
+        self._has_text = has_text
         self._show_depths = show_depths
         self._r_max = r_max
         self._dim, self._plain = ("\x1b[36m", "\x1b[0m") if styled else ("", "")
@@ -127,11 +159,10 @@ class PromptView:
         bold = "\x1b[1m" if styled else ""
         self.shown = f"{bold}{text.translate(CONTROLS)}{self._plain} "  # what the terminal holds or will hold
 
-    def add(self, delta: OutputDelta, has_text: bool) -> str:
-        """The characters that a delta adds."""
+    def add(self, delta: OutputDelta) -> str:
         self._output.append(delta)
         self._waiting += delta.exit_depths
-        text = delta.text.translate(CONTROLS) if has_text else "".join(f" {token}" for token in delta.token_ids)
+        text = delta.text.translate(CONTROLS) if self._has_text else "".join(f" {token}" for token in delta.token_ids)
         added = text
         self.finished = delta.finish_reason is not None
         if text or self.finished:
@@ -157,24 +188,20 @@ class PromptView:
         return f"   {self._dim}[{len(output.token_ids)} tokens, {depth}{output.finish_reason}]{self._plain}"
 
 
-def _stream(
-    llm: LLM,
-    texts: list[str],
-    prompts: list[Prompt],
-    params: SamplingParams,
-    show_depths: bool,
-    out: TextIO = sys.stdout,
-) -> None:
-    """Prints prompt after prompt; all decode together, the first unfinished one is on the screen as it grows."""
+def _stream(llm: LLM, prompts: list[Prompt], params: SamplingParams, views: Sequence[View]) -> None:
+    """Prints prompt after prompt; all decode together, the first unfinished one is on the screen as it grows. A bar says
+    how many are finished where the outputs themselves go elsewhere."""
     deltas = llm.stream(prompts, params)  # refuses bad requests before anything is printed
-    views = [PromptView(text, show_depths, llm.info.r_max, out.isatty()) for text in texts]
     current = 0
-    print(views[0].shown, end="", file=out, flush=True)
-    for index, delta in deltas:
-        added = views[index].add(delta, llm.tokenizer is not None)
-        if index == current:
-            print(added, end="", file=out, flush=True)
-        while current < len(views) and views[current].finished:
-            current += 1
-            if current < len(views):
-                print(views[current].shown, end="", file=out, flush=True)
+    print(views[0].shown, end="", flush=True)
+    without_bar = sys.stdout.isatty() or not sys.stderr.isatty()
+    with tqdm(total=len(views), unit="req", file=sys.stderr, disable=without_bar) as bar:
+        for index, delta in deltas:
+            added = views[index].add(delta)
+            bar.update(views[index].finished)
+            if index == current:
+                print(added, end="", flush=True)
+            while current < len(views) and views[current].finished:
+                current += 1
+                if current < len(views):
+                    print(views[current].shown, end="", flush=True)

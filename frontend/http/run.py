@@ -1,6 +1,7 @@
 """The frontend program: listens at once, answers probes while the engine loads, then serves it until drained."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from socket import socket
@@ -93,6 +94,8 @@ async def _with_engine(
         app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
         server.service = service
         api = ZmqApi(engine, endpoint(engine.run_dir, API_ENDPOINT))
+        gc.collect()
+        gc.freeze()  # what start-up made lives on: collections that go through it would hold up every stream
         try:
             on_ready(server.url)
             raise await engine.failed()

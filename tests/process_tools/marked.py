@@ -24,15 +24,15 @@ class Family:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, *words: str, stdout: str | None = None) -> subprocess.Popen[str]:
-        """``depthbatch WORDS`` with pipes, or its output to the file ``stdout``."""
+    def start(self, *words: str, stdout: str | None = None, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+        """``depthbatch WORDS`` with pipes, or its output to the file ``stdout``, its errors to the descriptor."""
         with open(stdout, "w") if stdout else nullcontext(subprocess.PIPE) as out:
             return subprocess.Popen(
                 [sys.executable, "-m", "depthbatch", *words],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=subprocess.PIPE,
+                stderr=stderr,
                 text=True,
             )
 

@@ -1,12 +1,14 @@
 """The command as users run it: output, one-line errors with exit code 2, signals, and never a process left behind."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,6 +204,20 @@ def test_info(family: Family) -> None:
     assert "0-3-0" in out and "1 to 4 loops" in out
 
 
+def test_info_tells_padding_from_tokens(family: Family) -> None:
+    """A vocabulary of 264 beside a tokenizer of 262 looked like a mistake."""
+    out, _ = family.start("info", "demo").communicate(timeout=180)
+    assert "vocabulary       264 (262 in the tokenizer; the rest pads the matrix)\n" in out
+
+
+@pytest.mark.parametrize("options", [("--device", "cuda:9"), ("--max-model-len", "99999")])
+def test_info_prints_an_error_alone(family: Family, options: tuple[str, ...]) -> None:
+    """Bug: half of the table, then the error."""
+    process = family.start("info", str(OURO), *options)
+    out, err = process.communicate(timeout=180)
+    assert (process.returncode, out, len(err.splitlines())) == (2, "", 1)
+
+
 # --- signals
 
 
@@ -222,6 +238,31 @@ def test_signal_ends_generate(number: signal.Signals, code: int, family: Family,
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == code
+    assert not family.alive() and not run_dirs(tmp_path)
+
+
+def test_progress_and_ctrl_c_in_thousands_of_prompts(family: Family, tmp_path: Path) -> None:
+    """The bar is on the terminal, the outputs are in the file as they finish, in order and whole; Ctrl-C ends it with its
+    own exit code, no traceback and nothing left."""
+    prompts = [f"{i % 90 + 1}+{i % 7}=" for i in range(3000)]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    master, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    words = ("generate", "demo", "--json", "-f", str(tmp_path / "prompts"), "--max-tokens", "8", *SMALL)
+    process = family.start(*words, stdout=str(tmp_path / "out"), stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    while not re.search(rb" [1-9]\d*/3000 ", shown):  # the bar of at least one finished prompt
+        shown += os.read(master, 4096)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    with contextlib.suppress(OSError):  # the terminal's end
+        while piece := os.read(master, 4096):
+            shown += piece
+    os.close(master)
+    assert b"Traceback" not in shown
+    answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert 0 < len(answers) < 3000 and [answer["prompt"] for answer in answers] == prompts[: len(answers)]
     assert not family.alive() and not run_dirs(tmp_path)
 
 

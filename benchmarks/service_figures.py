@@ -1,0 +1,281 @@
+"""``python -m depthbatch.benchmarks.service_figures``: what the HTTP service costs and stands, in one run on one server.
+
+Starts ``depthbatch serve`` and measures, side by side: the latency per token that HTTP adds to the native ZMQ API; many
+streams at once, with the frontend's file descriptors; /health while requests arrive at twice the rate that the server
+can serve. JSON to stdout or --output, a table to stderr. Client and server share the machine's cores.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+import numpy as np
+from depthbatch.benchmarks.arrivals import arrival_times
+from depthbatch.benchmarks.http_stream import Endpoint
+from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.serve import OpenAIClient, send_all
+from depthbatch.benchmarks.serve_metrics import RequestTimes
+from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.benchmarks.zmq_stream import NativeClient
+from depthbatch.common.errors import EngineDeadError
+
+START_S = 120.0
+VOCAB_SIZE = 256  # prompt ids are drawn below this
+PROBE_EVERY_S = 0.02
+
+
+class Address(NamedTuple):
+    """A running server."""
+
+    http: str
+    native: str
+
+
+@contextmanager
+def serving(model: str, options: Sequence[str]) -> Iterator[Address]:
+    """``depthbatch serve`` on any free port. Raises EngineDeadError with what it said when it does not start."""
+    with tempfile.NamedTemporaryFile("w+") as log:
+        command = [sys.executable, "-m", "depthbatch", "serve", model, "--port", "0", *options]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield _wait_until_ready(process, Path(log.name))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> Address:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        found = re.search(r"ready at (\S+) \(native API at (\S+)\)", log.read_text())
+        if found is not None:
+            return Address(found[1], found[2])
+        time.sleep(0.05)
+    raise EngineDeadError(f"the server did not start: {(log.read_text().splitlines() or ['no output'])[-1]}")
+
+
+def workload(requests: int, prompt_tokens: int, output_tokens: int) -> Workload:
+    return Workload((WorkloadRequest(prompt_tokens, output_tokens),) * requests)
+
+
+async def load(
+    address: str, model: str, requests: Workload, rate: float = float("inf"), concurrency: int | None = None
+) -> list[RequestTimes]:
+    """Times of every request, by either API; ``rate``: arrivals a second."""
+    client = NativeClient(address) if address.startswith("ipc") else OpenAIClient(Endpoint(address), model, {})
+    try:
+        arrivals = arrival_times(len(requests.requests), rate, 1.0, 0).tolist()
+        return await send_all(client, requests, arrivals, concurrency, VOCAB_SIZE)
+    finally:
+        await client.close()
+
+
+# --- latency per token
+
+
+def added_latency(server: Address, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both APIs in turn, round by round, so that what else the machine does falls on both."""
+    rows = []
+    for concurrency in args.concurrency:
+        requests = workload(max(concurrency, args.requests), args.prompt_tokens, args.output_tokens)
+        rounds: dict[str, list[float]] = {"http": [], "zmq": []}
+        for _ in range(args.rounds):
+            for name, address in (("http", server.http), ("zmq", server.native)):
+                times = asyncio.run(load(address, model, requests, concurrency=concurrency))
+                rounds[name].append(statistics.median(1e3 * t.tpot_s for t in times if t.ok and t.tpot_s is not None))
+        added = [http - zmq for http, zmq in zip(rounds["http"], rounds["zmq"], strict=True)]
+        rows.append(
+            {
+                "concurrency": concurrency,
+                "http_tpot_ms": statistics.median(rounds["http"]),
+                "zmq_tpot_ms": statistics.median(rounds["zmq"]),
+                "added_ms_per_token": statistics.median(added),
+                "added_ms_by_round": added,
+            }
+        )
+    return rows
+
+
+# --- many streams
+
+
+async def _count_descriptors(pid: int, counts: list[int]) -> None:
+    while True:
+        counts.append(len(os.listdir(f"/proc/{pid}/fd")))
+        await asyncio.sleep(0.05)
+
+
+async def _burst(server: Address, model: str, requests: Workload, pid: int) -> tuple[list[RequestTimes], list[int]]:
+    counts: list[int] = []
+    counter = asyncio.create_task(_count_descriptors(pid, counts))
+    try:
+        return await load(server.http, model, requests), counts
+    finally:
+        counter.cancel()
+
+
+def many_streams(server: Address, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All streams at once, twice. Descriptors before, at most while they were open, and after."""
+    pid = _health(server)["processes"]["frontend"]["pid"]
+    requests = workload(args.streams, args.prompt_tokens, args.stream_tokens)
+    asyncio.run(load(server.http, model, workload(8, 4, 4)))  # what is opened once is open now
+    bursts = []
+    for _ in range(2):
+        before = _settled_descriptors(pid)
+        start_s = time.perf_counter()
+        times, counts = asyncio.run(_burst(server, model, requests, pid))
+        bursts.append(
+            {
+                "streams": args.streams,
+                "complete": sum(t.ok and t.output_tokens == args.stream_tokens for t in times),
+                "failed": sorted({t.error for t in times if t.error is not None}),
+                "tokens": sum(t.output_tokens for t in times),
+                "tokens_expected": args.streams * args.stream_tokens,
+                "duration_s": time.perf_counter() - start_s,
+                "descriptors_before": before,
+                "descriptors_most": max(counts),
+                "descriptors_after": _settled_descriptors(pid),
+            }
+        )
+    return {"lost_tokens": sum(b["tokens_expected"] - b["tokens"] for b in bursts), "bursts": bursts}
+
+
+def _settled_descriptors(pid: int) -> int:
+    """Once connections that the clients have closed are closed here, too: when the count has stood for half a second."""
+    count, since_s = -1, time.monotonic()
+    while time.monotonic() - since_s < 0.5:
+        now = len(os.listdir(f"/proc/{pid}/fd"))
+        if now != count:
+            count, since_s = now, time.monotonic()
+        time.sleep(0.05)
+    return count
+
+
+# --- health under overload
+
+
+def probe_health(url: str, duration_s: float) -> list[tuple[int, float]]:
+    """Status and milliseconds of /health, asked every PROBE_EVERY_S on a connection of its own each."""
+    answers = []
+    end_s = time.monotonic() + duration_s
+    while time.monotonic() < end_s:
+        start_s = time.perf_counter()
+        try:
+            with urlopen(url + "/health", timeout=10) as answer:
+                answer.read()
+                status = answer.status
+        except OSError as error:
+            status = getattr(error, "code", 0)
+        answers.append((status, 1e3 * (time.perf_counter() - start_s)))
+        time.sleep(PROBE_EVERY_S)
+    return answers
+
+
+def health_at_twice_capacity(server: Address, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Capacity is what the server completes a second when it always has enough to do; then twice that rate arrives."""
+    full = workload(args.capacity_requests, args.prompt_tokens, args.stream_tokens)
+    start_s = time.perf_counter()
+    asyncio.run(load(server.http, model, full, concurrency=2 * args.max_num_seqs))
+    capacity = args.capacity_requests / (time.perf_counter() - start_s)
+    over = workload(round(2 * capacity * args.overload_s), args.prompt_tokens, args.stream_tokens)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(probe_health, server.http, 0.1).result()  # its start is not part of the measurement
+        probing = pool.submit(probe_health, server.http, args.overload_s)
+        times = asyncio.run(load(server.http, model, over, rate=2 * capacity))
+        answers = probing.result()
+    milliseconds = [ms for _, ms in answers]
+    return {
+        "capacity_requests_per_s": capacity,
+        "arrivals_per_s": 2 * capacity,
+        "overload_s": args.overload_s,
+        "completed": sum(t.ok for t in times),
+        "refused": sum(not t.ok for t in times),
+        "probes": len(answers),
+        "statuses": {str(status): [s for s, _ in answers].count(status) for status in {s for s, _ in answers}},
+        "p50_ms": float(np.percentile(milliseconds, 50)),
+        "p99_ms": float(np.percentile(milliseconds, 99)),
+        "max_ms": max(milliseconds),
+    }
+
+
+def _health(server: Address) -> Any:
+    with urlopen(server.http + "/health", timeout=10) as answer:
+        return json.load(answer)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="depthbatch.benchmarks.service_figures", description=__doc__)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 16, 64], help="streams at a time, for latency"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of both APIs, for latency")
+    parser.add_argument("--requests", type=int, default=16, help="of a round, at least the concurrency")
+    parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--output-tokens", type=int, default=64, help="of a request, for latency")
+    parser.add_argument("--streams", type=int, default=1000, help="at once")
+    parser.add_argument("--stream-tokens", type=int, default=16, help="of each, there and under overload")
+    parser.add_argument("--capacity-requests", type=int, default=1000)
+    parser.add_argument("--overload-s", type=float, default=15.0)
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="W of the server")
+    parser.add_argument("--serve-option", action="append", default=[], metavar="--OPTION=VALUE", help="may be repeated")
+    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    return parser.parse_args(argv)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All three, in turn, on one server. Raises EngineDeadError."""
+    options = ["--max-num-seqs", str(args.max_num_seqs), *args.serve_option]
+    with serving(args.model, options) as server:
+        asyncio.run(load(server.http, args.model, workload(args.max_num_seqs, args.prompt_tokens, 4)))  # warm
+        return {
+            "command": f"python -m depthbatch.benchmarks.service_figures {args.model}",
+            "cores": os.cpu_count(),
+            "load_average_before": os.getloadavg()[0],
+            "max_num_seqs": args.max_num_seqs,
+            "added_latency": added_latency(server, args.model, args),
+            "streams": many_streams(server, args.model, args),
+            "health": health_at_twice_capacity(server, args.model, args),
+        }
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """The three on stderr."""
+    for row in figures["added_latency"]:
+        http, zmq, added = (row[name] for name in ("http_tpot_ms", "zmq_tpot_ms", "added_ms_per_token"))
+        name = f"{row['concurrency']} streams, ms per token"
+        print(f"{name:<28}HTTP {http:.3f}  ZMQ {zmq:.3f}  added {added:+.3f}", file=sys.stderr)
+    for burst in figures["streams"]["bursts"]:
+        counts = "{descriptors_before}, {descriptors_most}, {descriptors_after}".format(**burst)
+        name = f"{burst['streams']} streams at once"
+        print(f"{name:<28}{burst['complete']} complete, descriptors before, most, after: {counts}", file=sys.stderr)
+    health = figures["health"]
+    text = "p50 {p50_ms:.1f}, p99 {p99_ms:.1f}, max {max_ms:.1f} ms of {probes}, statuses {statuses}".format(**health)
+    print(f"{'/health at twice capacity':<28}{text}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    figures = measure(args)
+    write_json(figures, args.output)
+    print_figures(figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

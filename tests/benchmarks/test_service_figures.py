@@ -1,0 +1,42 @@
+"""The service's figures, small, on the simulated device: the numbers themselves are for a quiet machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+from depthbatch.benchmarks import service_figures
+from depthbatch.common.errors import EngineDeadError
+
+SMALL = (
+    "demo", "--serve-option=--device=simulated:h100-ouro-1.4b", "--concurrency", "1", "2", "--rounds", "2", "--requests",
+    "2", "--output-tokens", "4", "--streams", "40", "--stream-tokens", "3", "--capacity-requests", "16",
+    "--overload-s", "0.5", "--max-num-seqs", "8",
+)  # fmt: skip
+
+
+def test_all_three_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not luck: a device of known speed gives about the same time a token by either API, every stream is told apart by
+    its count of tokens, and the descriptors while the streams were open are one a stream more than before."""
+    output = tmp_path / "figures.json"
+    assert service_figures.main([*SMALL, "--output", str(output)]) == 0
+    figures = json.loads(output.read_text())
+    assert [row["concurrency"] for row in figures["added_latency"]] == [1, 2]
+    for row in figures["added_latency"]:
+        assert row["zmq_tpot_ms"] > 10 and len(row["added_ms_by_round"]) == 2  # 22 ms a token at full depth
+        assert row["added_ms_per_token"] == pytest.approx(sum(row["added_ms_by_round"]) / 2)
+    assert figures["streams"]["lost_tokens"] == 0
+    for burst in figures["streams"]["bursts"]:
+        assert burst["complete"] == 40 and burst["tokens"] == burst["tokens_expected"] == 120 and not burst["failed"]
+        assert burst["descriptors_after"] == burst["descriptors_before"]
+        assert burst["descriptors_before"] < burst["descriptors_most"] <= burst["descriptors_before"] + 41
+    health = figures["health"]
+    assert health["arrivals_per_s"] == 2 * health["capacity_requests_per_s"] > 0
+    assert set(health["statuses"]) == {"200"} and health["statuses"]["200"] == health["probes"] > 0
+    assert health["p50_ms"] <= health["p99_ms"] <= health["max_ms"]
+    assert "/health at twice capacity" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_is_told() -> None:
+    """With the server's own last line, and at once."""
+    with pytest.raises(EngineDeadError, match="max_loops"):
+        service_figures.main([*SMALL, "--serve-option=--max-loops=99"])
