@@ -2,6 +2,7 @@
 its constraint, conversations through the model's template. Weights are seeded random ones, so that the files that
 train the demo model do not matter here."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -34,6 +35,10 @@ def test_http_equals_python(server: ServeProcess) -> None:
         {"temperature": 0.8, "seed": 11, "top_p": 0.9},
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {"5": 3.0}},
         {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 0.0, "exit_depths": [2, 4, 3, 2]},
+        {"temperature": 1.5, "seed": -3, "top_k": 40, "min_p": 0.01, "frequency_penalty": 1.0},
+        {"temperature": 0.0, "gate": "delayed", "exit_threshold": 0.3, "min_loops": 3, "max_loops": 3},
+        {"temperature": 0.0, "gate": "none"},
     ]
     body = {
         "prompt": PROMPTS,
@@ -56,6 +61,73 @@ def test_http_equals_python(server: ServeProcess) -> None:
     depths = {depth for choice in answers[2].json()["choices"] for depth in choice["exit_depths"][1:]}
     texts = [[choice["token_ids"] for choice in answer.json()["choices"]] for answer in answers]
     assert texts[0] != texts[1] and depths != {4} and texts[4] != texts[5]
+    assert all(choice["exit_depths"][:6] == [4, 2, 4, 3, 2, 4] for choice in answers[6].json()["choices"])
+    assert {depth for choice in answers[8].json()["choices"] for depth in choice["exit_depths"][1:]} == {3}
+
+
+def test_what_ends_an_output(server: ServeProcess) -> None:
+    """Stop token ids, stop strings and min_tokens against the same greedy output without them."""
+    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+
+    def ask(**fields: object) -> dict[str, object]:
+        answer = httpx.post(server.url + "/v1/completions", json={**body, **fields}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]  # type: ignore[no-any-return]
+
+    plain = ask()
+    ids, text = list(plain["token_ids"]), str(plain["text"])  # type: ignore[call-overload]
+    stopped = ask(stop_token_ids=[ids[3]])
+    first = ids.index(ids[3])
+    assert stopped["token_ids"] == ids[: first + 1] and stopped["stop_reason"] == ids[3]
+    assert ask(min_tokens=16, stop_token_ids=[ids[3]])["finish_reason"] == "length"
+    cut = ask(stop=[text[2:5]])
+    assert cut["text"] == text[: text.index(text[2:5])] and cut["stop_reason"] == text[2:5]
+    eos = ask(ignore_eos=False)
+    assert eos["finish_reason"] in ("stop", "length")
+
+
+def test_echo_with_prompt_logprobs(server: ServeProcess) -> None:
+    """What lm-eval asks for, on real weights: the scores of the prompt's tokens are those of the Python API."""
+    body = {"prompt": PROMPTS, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
+    with LLM(MODEL, quiet=True, **OPTIONS) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, prompt_logprobs=1))
+    for choice, output in zip(answer["choices"], outputs, strict=True):
+        scores = choice["logprobs"]["token_logprobs"]
+        own = [entry.logprob for entry in (*output.prompt_logprobs, *output.logprobs)]
+        assert scores[0] is None and scores[1:] == pytest.approx(own, abs=1e-5)
+
+
+def test_priority_jumps_the_queue(server: ServeProcess) -> None:
+    """Slots are 8: of 24 long requests that fill and await them, and one of higher priority sent last, that one is
+    answered before any of the 16 that wait. Its own work is one token, but so it is for the one without priority that
+    is sent with it, which must come after all that were waiting had their turn."""
+    long = {"prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True, "num_loops": 4}
+    finished: list[str] = []
+
+    async def ask(client: httpx.AsyncClient, name: str, body: dict[str, object]) -> None:
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        finished.append(name)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            jobs = [asyncio.create_task(ask(client, "long", long)) for _ in range(24)]
+            while 'num_requests_waiting{process="scheduler"} 16.0' not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+            short = {"prompt": PROMPTS[1], "max_tokens": 1}
+            jobs.append(asyncio.create_task(ask(client, "plain", short)))
+            jobs.append(asyncio.create_task(ask(client, "urgent", {**short, "priority": 5})))
+            await asyncio.gather(*jobs)
+
+    asyncio.run(main())
+    assert finished.index("urgent") <= 8 and finished.index("plain") >= 16 > finished.index("urgent")
+
+
+def test_tokenizer_info(server: ServeProcess) -> None:
+    """What a client reads off it about the shipped tokenizer."""
+    info = httpx.get(server.url + "/tokenizer_info").json()
+    assert info["vocab_size"] == 262 and info["has_chat_template"] == (info["chat_template"] is not None)
 
 
 def test_too_long_for_the_kv_memory_is_refused(server: ServeProcess) -> None:
