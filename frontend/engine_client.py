@@ -322,24 +322,34 @@ class EngineClient:
         if self.info is None:
             self._watch_start(dead, updates)
         elif self._may_restart():
-            names = [child.name for child in dead]
-            self._before_restart()
-            self._worker_ready = False
-            for child in dead:
-                log.warning("%s; starting it again", child.epitaph())
-            if "scheduler" in names:
-                self._restart_all(updates)
-            else:
-                self._launcher.start("worker")
+            self._replace(dead, updates)
         else:
             reason = self._last_words.message if self._last_words is not None else dead[0].epitaph()
             self._fail(EngineDeadError(f"restarting does not help: {reason}"), updates)
+
+    def _replace(self, dead: Sequence[Child | AttachedProcess], updates: list[Update]) -> None:
+        self._before_restart()
+        self._worker_ready = False
+        for child in dead:
+            log.warning("%s; starting it again", child.epitaph())
+        if any(child.name == "scheduler" for child in dead):
+            self._restart_all(updates)
+        else:
+            self._launcher.start("worker")
+
+    @staticmethod
+    def _will_be_replaced(child: Child | AttachedProcess) -> bool:
+        """Whoever supervises it has not given it up: this frontend, started again itself, met it at a bad moment."""
+        child.epitaph()  # asks the supervisor
+        return isinstance(child, AttachedProcess) and child.pid != 0 and child.exit_code is None
 
     def _watch_start(self, dead: Sequence[Child | AttachedProcess], updates: list[Update]) -> None:
         """A child that dies before the engine was ever ready ends the engine, with the best reason to be had."""
         if self._last_words is None and all(child.dead_for_s < FATAL_GRACE_S for child in dead):
             return
-        if self._last_words is not None:
+        if self._last_words is None and self._will_be_replaced(dead[0]) and self._may_restart():
+            self._replace(dead, updates)
+        elif self._last_words is not None:
             text, user_error = self._last_words.message, self._last_words.user_error
             self._fail(ConfigError(text) if user_error else EngineDeadError(f"{dead[0].name}: {text}"), updates)
         elif dead[0].exit_code == USER_ERROR_EXIT_CODE:

@@ -113,6 +113,22 @@ def test_kill_9_of_the_frontend(server: ServeProcess, expected: list[int]) -> No
     wait_until(lambda: _running(server) == 0, "the old frontend's sequences are ended")
 
 
+@pytest.mark.parametrize("other", ["worker", "scheduler"])
+def test_kill_9_of_the_frontend_and_another(server: ServeProcess, expected: list[int], other: str) -> None:
+    """Bug: a frontend that was starting again gave up, and the server with it, when a process that had served before
+    died at that moment; and took the worker that it had ended itself, as a former scheduler's, for such a death."""
+    pids = server.pids()
+    os.kill(pids["frontend"], signal.SIGKILL)
+    path = Path(server.supervisor_socket().removeprefix("unix://")).with_name("frontend.pid")
+    wait_until(lambda: int(path.read_text()) != pids["frontend"], "supervisord starts another")
+    os.kill(pids[other], signal.SIGKILL)
+    server.wait_ready()
+    after = server.pids()
+    assert after["frontend"] != pids["frontend"] and after[other] != pids[other]
+    with server.stream(max_tokens=TOKENS) as events:
+        assert token_ids(list(events)) == expected
+
+
 def test_supervisorctl_restarts_a_program(server: ServeProcess, expected: list[int]) -> None:
     """The shipped configuration answers supervisorctl; a restart by hand is as harmless as a fault."""
     before = server.pids()
