@@ -107,6 +107,7 @@ def test_a_worker_of_a_former_scheduler_is_replaced(sleeps: Sleeps, tmp_path: Pa
     end_s = time.monotonic() + 2 * FATAL_GRACE_S
     poll_until(client, lambda: time.monotonic() > end_s)
     assert client.failure is None and client._launcher.children["worker"].pid == 0
+    assert not client._restart_times, "its end is no fault"
     successor = sleeps.start("worker")
     poll_until(client, lambda: client._launcher.children["worker"].pid == successor.pid)
     client.close()

@@ -137,6 +137,37 @@ def test_an_embedded_engine_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(main())
 
 
+LOOP = """
+import sys
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.logging import setup_logging
+from depthbatch.{package} import process
+setup_logging("{package}")
+def broken(*_):
+    raise RuntimeError("on purpose")
+process.{owner} = broken
+config = EngineConfig(device="simulated:h100-ouro-1.4b").to_json()
+sys.exit(process.run_{package}(sys.argv[1], config))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "owner"),
+    [
+        ("scheduler", "SchedulerProcess.publish"),
+        ("scheduler", "SchedulerProcess.complete"),
+        ("worker", "WorkerLoop._heartbeat"),
+    ],
+)
+def test_a_failing_loop_ends_its_process(tmp_path: Path, package: str, owner: str) -> None:
+    """Row "an exception in a background task is swallowed, engine hangs", for the one loop of scheduler and worker:
+    status 1, which asks for a restart, and the failure in the log."""
+    code = LOOP.format(package=package, owner=owner)
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1, ended.stderr
+    assert f"ERROR {package}: {package} failed" in ended.stderr and "RuntimeError: on purpose" in ended.stderr
+
+
 THREAD = """
 import sys, threading
 from depthbatch.common.child import die_with_threads
