@@ -22,7 +22,7 @@ OTHER: dict[str, Any] = {
     "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
     "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
-    "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0,
+    "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
 }  # fmt: skip
 # what else must be set for a value to be accepted
 BESIDE: dict[str, dict[str, Any]] = {
