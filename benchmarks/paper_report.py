@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from depthbatch.benchmarks import sustained
 from depthbatch.benchmarks.figures import draw, import_pyplot
 from depthbatch.benchmarks.sources import load_workload
 from depthbatch.benchmarks.sweep import read_sweep, run_settings
@@ -71,6 +72,8 @@ def _sweep(path: Path, out: Path, fresh: bool) -> str:
         lines.append(f"![{sweep['title']}]({figure['file']})")
     if sweep.get("paper"):
         lines.append(claims_table(rows, sweep["paper"]))
+    if "rate" in sweep["axes"]:
+        lines += ["Rates at equal p99 normalized latency (of `auto` over the best fixed one):", sustained.table(rows)]
     return "\n\n".join(lines)
 
 

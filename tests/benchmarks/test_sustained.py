@@ -1,0 +1,27 @@
+"""Rates at equal p99: the one figure by which policies are compared online."""
+
+import pytest
+from depthbatch.benchmarks.sustained import compare, sustained_rate
+
+
+def test_between_rates_latency_grows_exponentially() -> None:
+    """p99 of 1, 4 and 16 s at rates 1, 2, 3: half way between them lies 2 s, then 8 s; nothing beyond what was measured."""
+    curve = [(1.0, 1.0), (2.0, 4.0), (3.0, 16.0)]
+    assert [sustained_rate(curve, s) for s in (0.5, 1.0, 2.0, 8.0, 16.0, 99.0)] == pytest.approx([0, 1, 1.5, 2.5, 3, 3])
+
+
+def test_a_bump_does_not_hide_a_higher_rate() -> None:
+    assert sustained_rate([(1.0, 2.0), (2.0, 5.0), (3.0, 4.0), (4.0, 16.0)], 8.0) == pytest.approx(3.5)
+
+
+def test_auto_is_held_against_the_policy_that_sustains_most() -> None:
+    """refill is better at 1 request/s, no-refill at 2; each latency is compared with the better one there."""
+    p99 = {"no-refill": (2.0, 6.0), "refill": (1.0, 8.0), "auto": (1.0, 4.0)}
+    rows = [
+        {"axis_policy": name, "axis_rate": rate, "p99_normalized_latency_s": value}
+        for name, values in p99.items()
+        for rate, value in zip((1.0, 2.0), values, strict=True)
+    ]
+    low, high = compare(rows)
+    assert (low.fixed, low.p99_s, low.fixed_rate, low.our_rate) == ("refill", 1.0, 1.0, 1.0)
+    assert (high.fixed, high.p99_s, high.fixed_rate, high.our_rate) == ("no-refill", 6.0, 2.0, 2.0)
