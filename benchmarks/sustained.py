@@ -24,13 +24,14 @@ class Comparison(NamedTuple):
 
 
 def sustained_rate(curve: Sequence[tuple[float, float]], level_s: float) -> float:
-    """The highest rate whose p99 is at most ``level_s``; 0 when even the lowest rate's is above. Never beyond the
-    highest rate measured. ``curve``: rates, ascending, with their p99 in seconds."""
+    """The highest rate whose p99 is at most ``level_s``. Below the lowest rate measured the curve is continued, but not
+    below 0; never beyond the highest one. ``curve``: two rates or more, ascending, with their p99 in seconds."""
     rates = [rate for rate, _ in curve]
     logs, level = np.log([p99_s for _, p99_s in curve]), np.log(level_s)
     within = np.flatnonzero(logs <= level + 1e-9)
     if not within.size:
-        return 0.0
+        slope = max((logs[1] - logs[0]) / (rates[1] - rates[0]), 1e-12)
+        return max(0.0, float(rates[0] - (logs[0] - level) / slope))
     last = int(within[-1])
     if last == len(rates) - 1:
         return float(rates[last])

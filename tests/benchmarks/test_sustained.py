@@ -5,9 +5,12 @@ from depthbatch.benchmarks.sustained import compare, sustained_rate
 
 
 def test_between_rates_latency_grows_exponentially() -> None:
-    """p99 of 1, 4 and 16 s at rates 1, 2, 3: half way between them lies 2 s, then 8 s; nothing beyond what was measured."""
+    """p99 of 1, 4 and 16 s at rates 1, 2, 3: half way between them lies 2 s, then 8 s; nothing beyond
+    the highest rate that was measured."""
     curve = [(1.0, 1.0), (2.0, 4.0), (3.0, 16.0)]
-    assert [sustained_rate(curve, s) for s in (0.5, 1.0, 2.0, 8.0, 16.0, 99.0)] == pytest.approx([0, 1, 1.5, 2.5, 3, 3])
+    assert [sustained_rate(curve, s) for s in (0.5, 1.0, 2.0, 8.0, 16.0, 99.0)] == pytest.approx(
+        [0.5, 1, 1.5, 2.5, 3, 3]
+    )
 
 
 def test_a_bump_does_not_hide_a_higher_rate() -> None:
