@@ -33,7 +33,7 @@ demo: setup
 bench: setup
 	$(PY) -m depthbatch bench throughput --workload alpaca --requests 200 --w 32 --policy no-refill --policy refill --policy auto
 
-# Every figure of the paper that concerns scheduling, against ours: benchmarks/results/paper/README.md, some 20 minutes.
+# Every figure of the paper that concerns scheduling, against ours: benchmarks/results/paper/README.md; 8.5 minutes of CPU.
 bench-paper: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
 	$(PY) -m depthbatch.benchmarks.paper_report --fresh

@@ -53,7 +53,7 @@ Made by `python -m depthbatch.benchmarks.paper_report`. Virtual time on the ship
 can be compared, absolute times not. Default K: 1 for Ouro, W/4 for Huginn. `auto` is ours alone.
 
 Known differences: at full depth virtual time has no message costs, so CDB equals CB where the paper has 0.95 to 0.99; the
-share of prefill follows from prefill at 500 TFLOP/s and is lower than the paper's for Ouro; serving replays 400 requests,
+share of prefill follows from prefill at 500 TFLOP/s and is lower than the paper's for Ouro; serving replays 60 to 500 requests,
 not ten minutes, so latencies beyond saturation are lower than a longer run's."""
 
 
@@ -73,7 +73,10 @@ def _sweep(path: Path, out: Path, fresh: bool) -> str:
     if sweep.get("paper"):
         lines.append(claims_table(rows, sweep["paper"]))
     if "rate" in sweep["axes"]:
-        lines += ["Rates at equal p99 normalized latency (of `auto` over the best fixed one):", sustained.table(rows)]
+        lines += [
+            "Rates at equal p99 normalized latency (last column: `auto` over the best fixed one):",
+            sustained.table(rows),
+        ]
     return "\n\n".join(lines)
 
 
