@@ -21,7 +21,17 @@ from depthbatch.common.profile import StageFlops
 from tqdm import tqdm
 
 BASELINE = "cb"
-_SET_HERE = {"model", "policy", "max_num_seqs", "min_coda_batch", "min_free_slots", "max_num_batched_tokens"}
+_SET_HERE = {
+    "model",
+    "policy",
+    "objective",
+    "ttft_target_ms",
+    "itl_target_ms",
+    "max_num_seqs",
+    "min_coda_batch",
+    "min_free_slots",
+    "max_num_batched_tokens",
+}
 _WARM_UP_REQUESTS = 4
 
 
