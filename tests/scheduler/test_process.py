@@ -200,7 +200,7 @@ def submit(request_id: int, tokens: int = 12, **params: object) -> Submit:
 
 def expected(request: Submit) -> list[int]:
     config = SchedulerConfig.resolve(OPTIONS, engine_info())
-    return plain_decode(np.frombuffer(request.prompt, np.int32).tolist(), request.params, config, False).tokens
+    return plain_decode(np.frombuffer(request.prompt, np.int32).tolist(), request.params, config).tokens
 
 
 def test_requests_are_served_and_figures_kept(engine: Engine) -> None:
