@@ -54,23 +54,33 @@ def requests(gate: Gate, r_max: int) -> list[Submit]:
     return made
 
 
-def serve(scheduler: Scheduler, runner: StageRunner, submits: list[Submit]) -> tuple[Answers, int]:
-    """Launches whatever the scheduler allows ahead, reads when it allows no more; also the most stages in flight."""
+def serve(
+    scheduler: Scheduler, runner: StageRunner, submits: list[Submit], lost_at: tuple[int, ...] = ()
+) -> tuple[Answers, int]:
+    """Launches whatever the scheduler allows ahead, reads when it allows no more; also the most stages in flight.
+
+    After ``lost_at`` stages the scheduler takes everything in flight for lost and rebuilds its sequences.
+    """
     answers: Answers = {submit.request_id: ([], [], []) for submit in submits}
     for submit in submits:
         assert scheduler.submit(submit) is None
     in_flight: deque[InFlight] = deque()
-    deepest, now = 0, 0.0
+    deepest, now, launched = 0, 0.0, 0
     while scheduler.num_unfinished:
         now += 1.0
+        if launched in lost_at:
+            lost_at = tuple(at for at in lost_at if at != launched)
+            scheduler.recover()
         stage = scheduler.next_stage(now)
         if stage is not None:
             in_flight.append(runner.launch(stage.header, stage.frame, stage.slot_params))
-            deepest = max(deepest, len(in_flight))
+            deepest, launched = max(deepest, len(in_flight)), launched + 1
             continue
         done = runner.read(in_flight.popleft())
         result = StageResult(done.step_id, done.start_s, done.end_s, *[part.tobytes() for part in done.output])
         note(answers, scheduler.complete(result, now))
+    for stage_in_flight in in_flight:
+        runner.read(stage_in_flight)
     return answers, deepest
 
 

@@ -1,6 +1,7 @@
 """The overlapped runner (graphs, staging ring, three streams) against the plain one, on an adverse accelerator."""
 
 import select
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
@@ -43,6 +44,37 @@ def test_overlapped_equals_plain(model: str, layout: str, gate: Gate, seed: int)
         assert bool(answer[2]) == (key % 3 == 1 or key % 4 == 0)
     assert alone == 1 and deepest > 2
     assert any(depth < plain.info.r_max for _, depths, _ in got.values() for depth in depths[1:])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("model", "layout", "gate"),
+    [
+        ("ouro-tiny", "last_exited", Gate.DELAYED),
+        ("huginn-tiny", "last_exited", Gate.CONVERGENCE),
+        ("huginn-tiny", "single", Gate.CONVERGENCE),
+    ],
+)
+def test_rebuilt_sequences_equal_undisturbed_ones(model: str, layout: str, gate: Gate, seed: int) -> None:
+    """Everything in flight is given up three times, while lanes are adversely interleaved: prefills at every token's own
+    depth, and known tokens put in place of sampled ones, must take their turn among captured stages. Tokens, depths and
+    scores are those of the plain runner that nothing disturbs."""
+    device = resolve_device("cpu")
+    plain_config, config = (
+        replace(configure(model, mode, layout), max_num_batched_tokens=512) for mode in ("off", "lookahead")
+    )
+    loaded = load_model(config.model, dtype="float32", device=device, load_format="auto", seed=0)
+    plain = assemble(plain_config, loaded, device, "sdpa")
+    submits = requests(gate, plain.info.r_max)
+    want, _ = serve(Scheduler(SchedulerConfig.resolve(plain_config, plain.info)), plain.runner, submits)
+    built = assemble(config, loaded, device, "sdpa")
+    overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(seed), 512)
+    scheduler = Scheduler(SchedulerConfig.resolve(config, built.info))
+    got, _ = serve(scheduler, overlapped, submits, lost_at=(20 + seed, 45, 90))
+    assert scheduler.counters.stale_results > 3
+    assert {key: answer[:2] for key, answer in got.items()} == {key: answer[:2] for key, answer in want.items()}
+    for key, answer in want.items():
+        np.testing.assert_allclose(got[key][2], answer[2], atol=1e-4)
 
 
 def test_captures_every_form_of_every_bucket() -> None:

@@ -134,6 +134,32 @@ def test_pieces_equal_eager(model: str, layout: KVLayout) -> None:
     assert all(cache[1:].count_nonzero() for cache in caches(pieced))
 
 
+@pytest.mark.parametrize("model", ["ouro-tiny", "huginn-tiny"])
+def test_pieces_take_every_token_to_its_own_depth(model: str) -> None:
+    """A rebuilt sequence's prefill through captured pieces: every K and V equals the eager one's, and the decode steps'
+    behind it are not those of full depth. No row that has left may be written by a piece, whose rows are static."""
+    layout = KVLayout.LAST_EXITED
+    eager, pieced, full = (built(model, layout) for _ in range(3))
+    pieces = pieces_of(pieced, 80, TapeAccelerator(0))
+    r_max = eager.runner.stages.r_max
+    for lengths, starts in (((3, 40), (0, 0)), ((20, 7), (3, 40))):
+        chunks = prompts(lengths, starts, sum(lengths))
+        depths = np.random.default_rng(5).integers(1, r_max + 1, sum(lengths)).astype(np.int32)
+        known = torch.tensor([[1, 7], [2, 9]], dtype=torch.int32)
+        rebuilt = chunks._replace(sampled=chunks.sampled[:0]).with_rare(
+            {"depths": torch.tensor(depths), "known": known}
+        )
+        with torch.inference_mode():
+            eager.runner.stages.prefill(rebuilt, GREEDY)
+            pieced.runner.stages.prefill(rebuilt, GREEDY, pieces.context)
+            full.runner.stages.prefill(chunks, GREEDY)
+        assert pieced.runner.stages.slots.token[1:3].tolist() == [7, 9]
+        planes = 2 * eager.runner.stages.backend.geometry.planes
+        for first, mine, theirs in zip(planes, caches(pieced), caches(eager), strict=True):
+            torch.testing.assert_close(mine[first:], theirs[first:], atol=2e-5, rtol=2e-5)
+    assert max((a - b)[r_max:].abs().max() for a, b in zip(caches(full), caches(eager), strict=True)) > 0.01
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "gate"),
     [("ouro-tiny", "last_exited", Gate.DELAYED), ("huginn-tiny", "single", Gate.CONVERGENCE)],
