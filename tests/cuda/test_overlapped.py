@@ -6,9 +6,11 @@ from threading import Event
 
 import numpy as np
 import pytest
+import torch
 from adverse_accelerator import AdverseAccelerator
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
+from depthbatch.common.messages import StageBatch, StageExtra
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.accelerator import Lane
@@ -75,6 +77,29 @@ def test_rebuilt_sequences_equal_undisturbed_ones(model: str, layout: str, gate:
     assert {key: answer[:2] for key, answer in got.items()} == {key: answer[:2] for key, answer in want.items()}
     for key, answer in want.items():
         np.testing.assert_allclose(got[key][2], answer[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_known_token_takes_the_place_of_the_sampled_one(overlaps: bool) -> None:
+    """A row that decodes again is fed what its client has seen, and its penalties count that, even where rounding has
+    made it sample another token; which no run here shows, since all of them round alike. Row 2 keeps its own."""
+    device = resolve_device("cpu")
+    config = configure("huginn-tiny", "off", "single")
+    loaded = load_model(config.model, dtype="float32", device=device, load_format="auto", seed=0)
+    built = assemble(config, loaded, device, "sdpa")
+    stages, runner = built.runner.stages, built.runner
+    if overlaps:
+        runner = OverlappedRunner(stages, built.runner.limits, AdverseAccelerator(0), 48)
+    slots = stages.slots
+    slots.token[1:3] = torch.tensor([7, 9], dtype=torch.int32)
+    slots.shaping.counts[1, 7] = slots.shaping.counts[2, 9] = 1
+    bucket = min(bucket for bucket in runner.limits.buckets if bucket >= 2)
+    frame = np.zeros((3, bucket), np.int32)
+    frame[:, :2] = [1, 2], [0, 0], [1, 2]
+    extra = StageExtra(tokens=np.array([[1, 42]], np.int32).tobytes())
+    runner.read(runner.launch(StageBatch(1, Stage.PRELUDE, bucket, 2, extra=extra), frame))
+    assert slots.token[1:3].tolist() == [42, 9]
+    assert [slots.shaping.counts[row, token].item() for row, token in ((1, 7), (1, 42), (2, 9))] == [0, 1, 1]
 
 
 def test_captures_every_form_of_every_bucket() -> None:

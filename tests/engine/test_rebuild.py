@@ -111,7 +111,9 @@ def test_disturbed_runs_equal_the_references(directories: dict[Path, Path], data
     tokens = data.draw(st.sampled_from([8192, 13]))
     backend = data.draw(st.sampled_from([None, None, "sdpa"]))
     batch, directory = requests(model, layout), directories[model]
-    options = {"policy": policy, "async_scheduling": mode, "max_num_batched_tokens": tokens}
+    options: dict[str, object] = {"policy": policy, "async_scheduling": mode, "max_num_batched_tokens": tokens}
+    if layout not in SHARED:
+        options["prefix_caching"] = data.draw(st.sampled_from(["off", "on"]))
     running = engine(directory, layout, backend, **options)
     disturbed = running.run(batch, data.draw(DISTURBANCES))
     check(model, directory, layout, batch, disturbed)
