@@ -142,7 +142,7 @@ def test_lookup_loss_targets_one_lookup_a_loop() -> None:
 
 
 def test_huginn_lookup_loss_targets_one_lookup_a_step() -> None:
-    """As above; the fourth step, which has no more look-ups to make, keeps the final answer."""
+    """As above; the fifth step, which has no more look-ups to make, keeps the final answer."""
     batch = step_batches(build_tokenizer(), 0, 0, 16)[-1]
     wanted = batch.partial
 
@@ -151,15 +151,17 @@ def test_huginn_lookup_loss_targets_one_lookup_a_step() -> None:
             self, ids: torch.Tensor, loops: int, state: torch.Tensor | None = None, gradient_loops: int | None = None
         ) -> HuginnOutput:
             states = torch.nn.functional.one_hot(wanted.clamp_min(0), VOCAB_SIZE).float()
-            return HuginnOutput(torch.cat((states, states[-1:]))[:loops])
+            return HuginnOutput(torch.cat((states[:1] * 0, states, states[-1:]))[:loops])
 
         def logits(self, states: torch.Tensor) -> torch.Tensor:
             return 50.0 * states
 
+        head = logits
+
     oracle = Oracle(SMALL_HUGINN)
-    assert huginn_lookup_loss(oracle, batch, 4).item() < 1e-3
+    assert huginn_lookup_loss(oracle, batch, 5).item() < 1e-3
     wanted = torch.stack([batch.targets] * 3)
-    assert huginn_lookup_loss(oracle, batch, 4).item() > 1.0
+    assert huginn_lookup_loss(oracle, batch, 5).item() > 1.0
 
 
 def test_loop_counts_stay_in_range_and_near_the_mean() -> None:

@@ -24,7 +24,7 @@ from depthbatch.worker.training.texts import read_rows, tokenizer_of
 from depthbatch.worker.training.trainer import RunConfig
 
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo"
-STEPS = {"demo": 3500, "demo-huginn": 6000}
+STEPS = {"demo": 3500, "demo-huginn": 5000}
 BATCH_SIZES = {"demo": 80, "demo-huginn": 64}
 GATE_THRESHOLDS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 CONVERGENCE_THRESHOLDS = [0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03]
@@ -44,7 +44,7 @@ def add_train_demo_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `train-demo`'s arguments."""
     parser.add_argument("--model", choices=sorted(STEPS), default="demo", help="which demo model to train")
     parser.add_argument("--output", type=Path, required=True, help="model directory to write")
-    parser.add_argument("--steps", type=_positive, help="optimiser steps (default 3500 and 6000)")
+    parser.add_argument("--steps", type=_positive, help="optimiser steps (default 3500 and 5000)")
     parser.add_argument("--batch-size", type=_positive, help="examples a step (default 80 and 64)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and loop counts")
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads")

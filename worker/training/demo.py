@@ -48,7 +48,7 @@ HUGINN = HuginnSize(
 )
 HUGINN_MOST_LOOPS = 16
 HUGINN_GRADIENT_LOOPS = 4
-HUGINN_WARMUP_LOOPS = 3
+HUGINN_WARMUP_LOOPS = 4
 WARMUP_SHARE = 0.6
 """Share of the steps trained on partial answers, one look-up a loop, before the recipe proper."""
 GATE_STEPS = 300

@@ -153,8 +153,11 @@ class HuginnTrainer(nn.Module):
         x = self.transformer.ln_f(states.reshape(-1, *states.shape[-2:]))
         for block in self.transformer.coda:
             x = block(x, cos, sin)
-        x = self.transformer.ln_f(x)
-        return F.linear(x, self.transformer.wte.weight).float().reshape(*states.shape[:-1], -1)
+        return self.head(x).reshape(*states.shape[:-1], -1)
+
+    def head(self, x: Tensor) -> Tensor:
+        """ln_f and the tied head on `x` [..., D]; fp32, [..., V]."""
+        return F.linear(self.transformer.ln_f(x), self.transformer.wte.weight).float()
 
 
 def initial_state(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

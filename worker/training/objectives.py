@@ -98,20 +98,19 @@ def sample_loops(rng: random.Random, mean: float, most: int) -> int:
 
 
 def huginn_lookup_loss(model: HuginnTrainer, batch: Batch, loops: int) -> Tensor:
-    """Warm-up, from the zero state: summed over supervised tokens, the mean over steps 1..loops of the
-    cross-entropy with the answer after r look-ups; a scalar.
+    """Warm-up, from the zero state: summed over supervised tokens, the mean of two losses; a scalar.
 
-    Every step is supervised, not the last alone: with one random step a batch the second look-up had not
-    appeared after 3,000 batches.
+    The states after steps 2..loops, read by the head alone, are to hold the answer after r - 1 look-ups (as in
+    `lookup_loss`); the last of them, through the coda, likewise. Read through the coda only, the first look-up is
+    learned there, where it cannot be repeated, and the second has not appeared after 3,000 batches.
     """
     states = model(batch.ids, loops).states
     chosen = batch.targets != IGNORED
     last = len(batch.partial) - 1
-    losses = [
-        F.cross_entropy(model.logits(state)[chosen], batch.partial[min(i, last)][chosen], reduction="sum")
-        for i, state in enumerate(states)
-    ]
-    return torch.stack(losses).mean()
+    targets = torch.stack([batch.partial[min(i, last)][chosen] for i in range(loops - 1)])
+    core = F.cross_entropy(model.head(states[1:, chosen]).flatten(0, 1), targets.flatten(), reduction="sum")
+    coda = F.cross_entropy(model.logits(states[-1])[chosen], targets[-1], reduction="sum")
+    return (core / (loops - 1) + coda) / 2
 
 
 def random_depth_loss(
