@@ -56,9 +56,8 @@ def _run_frontend(run_dir: Path) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor a connection
     try:
         http = HttpConfig(**json.loads((run_dir / HTTP_FILE).read_text()))
-        listener = bind(
-            http
-        )  # after the imports: from here on the kernel accepts for us, and nobody reads until we run
+        # After the imports: from here on the kernel accepts for us, and nobody reads until we run.
+        listener = bind(http)
         config = read_config(run_dir)
         processes = AttachedProcesses(run_dir, config, SupervisordClient(run_dir))
         engine = AsyncEngine.from_config(config, processes=processes)

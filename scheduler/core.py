@@ -18,12 +18,13 @@ from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.extras import Targets, coda_variant, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
-from depthbatch.scheduler.policies import HeadPrompt, Move, Policy
+from depthbatch.scheduler.policies import Move, Policy
 from depthbatch.scheduler.rebuild import cuts_to_remember, feed_known_tokens, start_decode
 from depthbatch.scheduler.requests import Request, State
-from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
+from depthbatch.scheduler.rows import DECODE, EXITED, READY, SlotArray
 from depthbatch.scheduler.selfcheck import check_idle, check_ownership
 from depthbatch.scheduler.validation import make_request
+from depthbatch.scheduler.view import LiveView
 
 
 class Scheduler:
@@ -37,7 +38,7 @@ class Scheduler:
         self.rows = self.admission.rows
         self._requests: dict[int, Request] = {}
         self._in_flight = InFlight(config)
-        self._view = _View(self.admission, self._in_flight, config.r_max)
+        self._view = LiveView(self.admission, self._in_flight, config.r_max)
         self._events: list[TokenEvent] = []  # terminal events that no result brings
         self._unsettled: dict[int, Request] = {}  # preempted while tokens were in flight
         self._bucket_of = bucket_table(config.buckets, config.max_num_seqs)
@@ -149,7 +150,7 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def view(self) -> "_View":
+    def view(self) -> LiveView:
         """Queue sizes."""
         return self._view
 
@@ -433,69 +434,3 @@ class Scheduler:
     def _check_when_idle(self) -> None:
         if not self._requests and not len(self._in_flight):
             check_idle(self.admission)
-
-
-class _View:
-    """The policies' QueueView over the live state."""
-
-    def __init__(self, admission: Admission, in_flight: InFlight, r_max: int) -> None:
-        self._admission = admission
-        self._in_flight = in_flight
-        self._rows = admission.rows
-        self._r_max = r_max
-        self.width = admission.slots.total
-        self.now_s = 0.0
-
-    @property
-    def free_slots(self) -> int:
-        return self._admission.slots.free
-
-    @property
-    def q_p(self) -> int:
-        return len(self._admission.waiting)
-
-    @property
-    def q_d(self) -> int:
-        return self._rows.count[DECODE]
-
-    @property
-    def q_r(self) -> int:
-        return self._rows.count[READY]
-
-    @property
-    def q_c(self) -> int:
-        return self._rows.count[EXITED]
-
-    @property
-    def informed(self) -> bool:
-        return not (self._rows.active_with["gated"] and self._in_flight.cores)
-
-    def can_prefill(self, min_free_slots: int | None = None) -> bool:
-        return self._admission.can_prefill(min_free_slots)
-
-    def ready_rows(self) -> ReadyRows:
-        return self._rows.ready_rows()
-
-    def decoding_rows(self) -> DecodingRows:
-        return self._rows.decoding_rows(self._r_max)
-
-    def head_prompt(self) -> HeadPrompt | None:
-        admission = self._admission
-        if admission.partial is not None:
-            request, arrived_s = admission.partial, float(self._rows.arrived_s[admission.partial.slot])
-            tokens, untouched = request.length - request.computed, False
-        elif (head := admission.waiting.head()) is not None:
-            request, arrived_s = head, np.nan if head.arrived_s is None else head.arrived_s
-            tokens, untouched = head.length, not (head.output or head.preempted)
-        else:
-            return None
-        waited_s = 0.0 if np.isnan(arrived_s) else max(0.0, self.now_s - arrived_s)
-        return HeadPrompt(waited_s, tokens, untouched, request.overdue)
-
-    def set_head_overdue(self) -> None:
-        waiting = self._admission.waiting
-        if (head := waiting.head()) is not None:
-            waiting.set_overdue(head)
-
-    def next_exits(self) -> int:
-        return self._rows.next_exits()
