@@ -22,6 +22,10 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
     generated = np.frombuffer(submit.generated, dtype="<i4")
     _check_tokens(prompt, config, "prompt")
     _check_tokens(generated, config, "generated")
+    replays = not config.kv_layout.keeps_every_loop(config.r_max)
+    cuts = np.frombuffer(submit.cuts, "<i4").tolist()
+    if replays and generated.size and not cuts and prompt.size <= config.max_num_batched_tokens:
+        cuts = [prompt.size]  # none were told because the prompt was prefilled whole, and so it must be again
     limit = min(params.max_tokens, config.max_model_len - prompt.size)
     _check_fits(prompt.size, limit, config)
     return Request(
@@ -34,8 +38,8 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
         stop_ids=frozenset(params.stop_token_ids),
         output=generated.tolist(),
         depths=bytearray(submit.generated_depths),
-        replays=not config.kv_layout.keeps_every_loop(config.r_max),
-        cuts=np.frombuffer(submit.cuts, "<i4").tolist(),
+        replays=replays,
+        cuts=cuts,
         dispatched=generated.size,
         targets_sent=submit.scored,
         targets_known=submit.scored,

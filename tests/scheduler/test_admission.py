@@ -226,6 +226,23 @@ def prefill_order(harness: Lockstep) -> list[int]:
     return order
 
 
+def test_a_prompt_that_was_whole_is_prefilled_whole_after_the_scheduler_has_died() -> None:
+    """Bug: no cuts are told of a prompt that was prefilled in one piece, and the next scheduler took that for "cut it as
+    you like". Behind two prompts that now go first there is room for 14 of its 15 tokens: cut there, its K/V in a shared
+    plane are others than those that its output was decoded with. The fake worker remembers how each prompt was cut."""
+    harness = Lockstep(replace(BASE, kv_layout=KVLayout.SINGLE))
+    harness.submit(submit(1, 15, 6))
+    while not harness.answers[1].tokens:
+        harness.dispatch()
+        harness.complete()
+    harness.submit(submit(2, 1, 2, priority=1))
+    harness.submit(submit(3, 1, 2, priority=1))
+    harness.lose_scheduler()
+    harness.run()
+    assert harness.worker.rebuilt == 1
+    assert [len(harness.answers[index].tokens) for index in (1, 2, 3)] == [6, 2, 2]
+
+
 def test_priority_first_then_arrival() -> None:
     """Higher priority is prefilled first, equals in order of arrival, preempted ones not after newcomers."""
     harness = Lockstep(replace(BASE, max_num_seqs=1, buckets=(1,)))
