@@ -4,7 +4,6 @@ Blocks in poll, never spins. Tokens go to the frontend that submitted the reques
 requests with it; a worker that has gone leaves its requests waiting for the next one.
 """
 
-import gc
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ import numpy as np
 import zmq
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError
+from depthbatch.common.garbage import rarely_collect
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
     Abort,
@@ -191,8 +191,7 @@ class SchedulerProcess:
         self.worker.take(peer, ready.pid)
         if self.core is None:
             self.core = Scheduler(config)
-            gc.collect()
-            gc.freeze()  # what start-up made lives on: keep it out of every later collection
+            rarely_collect()
         elif config != self.core.config:
             raise DepthbatchError("the restarted worker is not the same engine (KV blocks or buckets differ)")
         else:

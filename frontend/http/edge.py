@@ -1,12 +1,14 @@
-"""ASGI middleware in front of every route: API key and body size. Knows nothing of what the bodies mean."""
+"""ASGI middleware in front of every route: API key, body size and pace. Knows nothing of what the bodies mean."""
 
 import hmac
 
 from depthbatch.frontend.http.errors import ApiError
+from depthbatch.frontend.http.turnstile import Turnstile
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # what probes and scrapers read without a key; everything that names or runs a model needs one
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
+STARTS_PER_TURN = 4  # a millisecond or two each
 
 
 class BodyTooLarge(ApiError):
@@ -17,12 +19,14 @@ class BodyTooLarge(ApiError):
 
 
 class Edge:
-    """Refuses requests without a key, and bodies over the limit before they are read whole."""
+    """Refuses requests without a key, and bodies over the limit before they are read whole. Probes pass at once, whatever
+    else waits to start."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[bytes, ...], max_body_bytes: int) -> None:
         self.app = app
         self.api_keys = api_keys
         self.max_body_bytes = max_body_bytes
+        self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -33,6 +37,8 @@ class Edge:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
+        if scope["path"] not in OPEN_PATHS:
+            await self._turnstile.enter()
         await self._bounded(scope, receive, send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:

@@ -1,7 +1,6 @@
 """The frontend program: listens at once, answers probes while the engine loads, then serves it until drained."""
 
 import asyncio
-import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from socket import socket
@@ -9,6 +8,7 @@ from typing import Any
 
 import uvloop
 from depthbatch.common.errors import DepthbatchError
+from depthbatch.common.garbage import rarely_collect
 from depthbatch.common.logging import get_logger
 from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
@@ -94,8 +94,7 @@ async def _with_engine(
         app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
         server.service = service
         api = ZmqApi(engine, endpoint(engine.run_dir, API_ENDPOINT))
-        gc.collect()
-        gc.freeze()  # what start-up made lives on: collections that go through it would hold up every stream
+        rarely_collect()
         try:
             on_ready(server.url)
             raise await engine.failed()

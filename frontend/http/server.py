@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 log = get_logger("http")
 
 BACKLOG = 4096
+ACCEPTS_PER_TURN = 16  # of the event loop; libuv takes one for each listening socket that it knows
 ABORT_GRACE_S = 3.0  # from the abort of everything to the end of the last answer
 
 
@@ -141,6 +142,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                backlog=BACKLOG,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(ABORT_GRACE_S),
             )
@@ -224,4 +226,4 @@ class Server(uvicorn.Server):
 async def serve(server: Server, listener: socket.socket) -> None:
     """Runs until drained; ``server.url`` is the address."""
     server.url = url_of(listener)
-    await server.serve([listener])
+    await server.serve([listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))])

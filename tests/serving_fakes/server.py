@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import uvloop
 from depthbatch.frontend.http.app import create_app
 from depthbatch.frontend.http.schemas import HealthAnswer, ProcessHealth
 from depthbatch.frontend.http.server import Server, bind, serve, url_of
@@ -42,13 +43,17 @@ class LiveServer:
         self._engine_options = engine or {}
         self._config = HttpConfig(**{"port": 0, **http})
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self.url = ""
         self.engine: FakeEngine
         self.service: Service
         self.server: Server
         self.probe: FakeProbe
         self.loop: asyncio.AbstractEventLoop
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._main())
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -12,14 +12,13 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.worker.training import demo
 from depthbatch.worker.training.batches import step_batches
 from depthbatch.worker.training.commands import add_train_demo_arguments, run_train_demo
-from depthbatch.worker.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer
+from depthbatch.worker.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer, initial_state
 from depthbatch.worker.training.objectives import (
     exit_log_probabilities,
     expected_loss,
     gate_loss,
-    huginn_lookup_loss,
+    huginn_loss,
     lookup_loss,
-    random_depth_loss,
     sample_loops,
 )
 from depthbatch.worker.training.ouro import OuroOutput, OuroSize, OuroTrainer
@@ -44,7 +43,8 @@ def huginn_run(checkpoint: Path, steps: int) -> Run:
 
     def objective(batch, step):  # type: ignore[no-untyped-def]
         loops = sample_loops(random.Random(step), 3, 6)
-        return random_depth_loss(model, batch, loops, torch.Generator().manual_seed(step), 2)
+        state = initial_state((*batch.ids.shape, 32), torch.Generator().manual_seed(step))
+        return huginn_loss(model, batch, loops, state, 2)
 
     return Run(model, objective, config)
 
@@ -141,7 +141,7 @@ def test_lookup_loss_targets_one_lookup_a_loop() -> None:
     assert lookup_loss(oracle, batch).item() > 1.0
 
 
-def test_huginn_lookup_loss_targets_one_lookup_a_step() -> None:
+def test_huginn_loss_targets_one_lookup_a_step() -> None:
     """As above; the fifth step, which has no more look-ups to make, keeps the final answer."""
     batch = step_batches(build_tokenizer(), 0, 0, 16)[-1]
     wanted = batch.partial
@@ -159,9 +159,11 @@ def test_huginn_lookup_loss_targets_one_lookup_a_step() -> None:
         head = logits
 
     oracle = Oracle(SMALL_HUGINN)
-    assert huginn_lookup_loss(oracle, batch, 5).item() < 1e-3
+    assert huginn_loss(oracle, batch, 5).item() < 1e-3
+    assert huginn_loss(oracle, batch, 5, gradient_loops=2).item() < 1e-3
     wanted = torch.stack([batch.targets] * 3)
-    assert huginn_lookup_loss(oracle, batch, 5).item() > 1.0
+    assert huginn_loss(oracle, batch, 5).item() > 1.0
+    assert huginn_loss(oracle, batch, 5, gradient_loops=2).item() < 1e-3  # steps 4 and 5 hold the final answer anyway
 
 
 def test_loop_counts_stay_in_range_and_near_the_mean() -> None:

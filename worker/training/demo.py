@@ -2,7 +2,7 @@
 
 `demo` (Ouro): a warm-up on partial answers; stage I trains everything on the expected loss; stage II
 trains the gate alone on the frozen model; then the lookahead and pre-loop gates are distilled.
-`demo-huginn`: a warm-up likewise, then final answers at random loop counts from random states.
+`demo-huginn`: a warm-up of a fixed loop count from the zero state, then random loop counts from random states.
 """
 
 import random
@@ -13,13 +13,12 @@ import torch
 from depthbatch.worker.training.batches import IGNORED, Batch, step_batches
 from depthbatch.worker.training.checkpoints import export
 from depthbatch.worker.training.gates import KINDS, TokenRow, collect_features, fit_gate, save_gate
-from depthbatch.worker.training.huginn import HuginnSize, HuginnTrainer
+from depthbatch.worker.training.huginn import HuginnSize, HuginnTrainer, initial_state
 from depthbatch.worker.training.objectives import (
     expected_loss,
     gate_loss,
-    huginn_lookup_loss,
+    huginn_loss,
     lookup_loss,
-    random_depth_loss,
     sample_loops,
 )
 from depthbatch.worker.training.ouro import OuroSize, OuroTrainer
@@ -44,7 +43,7 @@ HUGINN = HuginnSize(
     n_layers_in_recurrent_block=1,
     n_layers_in_coda=1,
     block_size=2048,
-    mean_recurrence=5,
+    mean_recurrence=6,
 )
 HUGINN_MOST_LOOPS = 16
 HUGINN_GRADIENT_LOOPS = 4
@@ -118,10 +117,11 @@ def train_demo_huginn(config: RunConfig, directory: Path) -> HuginnTrainer:
 
     def objective(batch: Batch, step: int) -> torch.Tensor:
         if step < warmup:
-            return huginn_lookup_loss(model, batch, HUGINN_WARMUP_LOOPS)
+            return huginn_loss(model, batch, HUGINN_WARMUP_LOOPS)
         loops = sample_loops(random.Random(f"loops-{config.seed}-{step}"), HUGINN.mean_recurrence, HUGINN_MOST_LOOPS)
         noise = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        return random_depth_loss(model, batch, loops, noise, HUGINN_GRADIENT_LOOPS)
+        state = initial_state((*batch.ids.shape, HUGINN.n_embd), noise)
+        return huginn_loss(model, batch, loops, state, HUGINN_GRADIENT_LOOPS)
 
     run = Run(model, objective, config)
     run.resume()

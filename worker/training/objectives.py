@@ -1,4 +1,4 @@
-"""Training objectives: Ouro's expected loss, its adaptive gate loss, Huginn's random-depth loss.
+"""Training objectives: Ouro's expected loss, its adaptive gate loss, Huginn's loss.
 
 Sources: "Scaling Latent Reasoning via Looped Language Models" (Ouro; stage I expected loss with an
 entropy term, stage II gate training on the frozen model) and "Scaling up Test-Time Compute with Latent
@@ -11,7 +11,7 @@ import random
 import torch
 import torch.nn.functional as F
 from depthbatch.worker.training.batches import IGNORED, Batch
-from depthbatch.worker.training.huginn import HuginnTrainer, initial_state
+from depthbatch.worker.training.huginn import HuginnTrainer
 from depthbatch.worker.training.ouro import OuroTrainer
 from torch import Tensor
 
@@ -97,35 +97,31 @@ def sample_loops(rng: random.Random, mean: float, most: int) -> int:
     return max(1, min(most, count + 1))
 
 
-def huginn_lookup_loss(model: HuginnTrainer, batch: Batch, loops: int) -> Tensor:
-    """Warm-up, from the zero state: summed over supervised tokens, the mean of two losses; a scalar.
-
-    The states after steps 2..loops, read by the head alone, are to hold the answer after r - 1 look-ups (as in
-    `lookup_loss`); the last of them, through the coda, likewise. Read through the coda only, the first look-up is
-    learned there, where it cannot be repeated, and the second has not appeared after 3,000 batches.
-    """
-    states = model(batch.ids, loops).states
-    chosen = batch.targets != IGNORED
-    last = len(batch.partial) - 1
-    targets = torch.stack([batch.partial[min(i, last)][chosen] for i in range(loops - 1)])
-    core = F.cross_entropy(model.head(states[1:, chosen]).flatten(0, 1), targets.flatten(), reduction="sum")
-    coda = F.cross_entropy(model.logits(states[-1])[chosen], targets[-1], reduction="sum")
-    return (core / (loops - 1) + coda) / 2
-
-
-def random_depth_loss(
-    model: HuginnTrainer, batch: Batch, loops: int, generator: torch.Generator, gradient_loops: int
+def huginn_loss(
+    model: HuginnTrainer, batch: Batch, loops: int, state: Tensor | None = None, gradient_loops: int | None = None
 ) -> Tensor:
-    """Huginn: summed cross-entropy after `loops` steps from a random state; a scalar.
+    """Huginn: summed over supervised tokens, the mean of two losses after `loops` steps; a scalar.
+
+    The published loss: the cross-entropy of the last state, through the coda, with the final answer. The loss of
+    the steps: every tracked state from step 2 on, read by the head alone, is to hold the answer after r - 1
+    look-ups (as in `lookup_loss`). Without the second, the first look-up is learned in the coda, where it cannot be
+    repeated, the second has not appeared after 3,000 batches, and the third is lost again at random loop counts.
 
     Args:
         model: the model.
         batch: the batch.
-        loops: core steps R of this step.
-        generator: draws the initial state.
-        gradient_loops: backpropagate through the last so many steps only.
+        loops: core steps R.
+        state: initial state [B, T, D]; zeros when None.
+        gradient_loops: backpropagate through the last so many steps only; through all when None.
     """
-    state = initial_state((*batch.ids.shape, model.size.n_embd), generator)
-    final = model(batch.ids, loops, state, gradient_loops).states[-1]
+    states = model(batch.ids, loops, state, gradient_loops).states
     chosen = batch.targets != IGNORED
-    return F.cross_entropy(model.logits(final)[chosen], batch.targets[chosen], reduction="sum")
+    final = batch.targets[chosen]
+    coda = F.cross_entropy(model.logits(states[-1])[chosen], final, reduction="sum")
+    tracked = range(max(1, loops - (gradient_loops or loops)), loops)  # states[i] is that after step i + 1
+    if not tracked:
+        return coda
+    last = len(batch.partial) - 1
+    targets = torch.cat([batch.partial[min(i - 1, last)][chosen] for i in tracked])
+    logits = model.head(states[tracked.start :, chosen]).flatten(0, 1)
+    return (F.cross_entropy(logits, targets, reduction="sum") / len(tracked) + coda) / 2
