@@ -15,7 +15,15 @@ import numpy as np
 import zmq
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
-from depthbatch.common.messages import Shutdown, StageBatch, StageResult, WorkerCommand, WorkerMessage, WorkerReady
+from depthbatch.common.messages import (
+    WIRE_VERSION,
+    Shutdown,
+    StageBatch,
+    StageResult,
+    WorkerCommand,
+    WorkerMessage,
+    WorkerReady,
+)
 from depthbatch.common.transport import WORKER_ENDPOINT, Router, endpoint
 from depthbatch.worker.process import WorkerLink, WorkerLoop
 from depthbatch.worker.simulated import SimulatedRunner, find_profile, sharpen_timers, simulated_info
@@ -64,7 +72,7 @@ def measure(profile_name: str, count: int, in_flight: int, rows: int) -> dict[st
         scheduler.start()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = WorkerLink(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerCommand)
-        link.send(WorkerReady(0, info))
+        link.send(WorkerReady(0, info, WIRE_VERSION))
         cpu_s = time.process_time()
         started_s = time.monotonic()
         WorkerLoop(link, runner).run()

@@ -10,9 +10,18 @@ unpickled and no type name is taken from the wire.
     worker -> scheduler     WorkerMessage        worker ready, stage result, heartbeat, fatal
 """
 
+import zlib
+from pathlib import Path
+
 import msgspec
 from depthbatch.common.errors import DecodeError
 from depthbatch.common.gates import Gate
+
+WIRE_VERSION = (
+    f"{zlib.crc32(b''.join(Path(__file__).with_name(f).read_bytes() for f in ('messages.py', 'frames.py'))):08x}"
+)
+"""What is said first, by frontends and workers. An upgrade below a running engine replaces its processes one by one, and
+two that read the same bytes differently would wait for each other for ever."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -64,7 +73,10 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class Hello(Message, frozen=True):
-    """First message of a frontend: from now on it gets heartbeats; EngineReady follows once a worker is ready."""
+    """First message of a frontend: from now on it gets heartbeats; EngineReady follows once a worker is ready. A
+    scheduler of another WIRE_VERSION answers with a Fatal instead."""
+
+    wire_version: str
 
 
 class Submit(Message, frozen=True):
@@ -179,6 +191,7 @@ class Fatal(Message, frozen=True):
     process: str
     message: str
     user_error: bool = False  # True: a bad option or model, exit code 2
+    other_version: bool = False  # True: the sender goes on; it is the receiver that has to go
 
 
 SchedulerMessage = EngineReady | Tokens | Rejected | SchedulerHeartbeat | SchedulerStats | Fatal
@@ -243,6 +256,7 @@ WorkerCommand = StageBatch | Shutdown
 class WorkerReady(Message, frozen=True):
     pid: int
     info: EngineInfo
+    wire_version: str
 
 
 class StageResult(Message, frozen=True):

@@ -25,6 +25,7 @@ from depthbatch.common.errors import ConfigError, DepthbatchError, EngineDeadErr
 from depthbatch.common.frames import score_fields
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
+    WIRE_VERSION,
     Abort,
     EngineInfo,
     EngineReady,
@@ -238,7 +239,7 @@ class EngineClient:
 
     def _connect(self) -> None:
         self._link = Dealer(self._context, self._run_dir.endpoint(SCHEDULER_ENDPOINT), SchedulerMessage)
-        self._link.send(Hello())
+        self._link.send(Hello(WIRE_VERSION))
 
     def _send(self, message: Message) -> None:
         assert self._link is not None
@@ -267,6 +268,8 @@ class EngineClient:
                 case Fatal() as fatal:
                     log.error("%s: %s", fatal.process, fatal.message)
                     self._last_words = fatal
+                    if fatal.other_version:
+                        self._fail(EngineDeadError(fatal.message), updates)
 
     def _on_event(self, event: TokenEvent, updates: list[Update]) -> None:
         live = self._live.get(event.request_id)

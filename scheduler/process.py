@@ -20,6 +20,7 @@ from depthbatch.common.errors import ConfigError, DepthbatchError
 from depthbatch.common.garbage import rarely_collect
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
+    WIRE_VERSION,
     Abort,
     EngineReady,
     Fatal,
@@ -186,7 +187,10 @@ class SchedulerProcess:
         return []
 
     def _take_worker(self, peer: bytes, ready: WorkerReady) -> None:
-        """A first worker makes the core; a later one gets all unfinished requests again, prompt and tokens."""
+        """A first worker makes the core; a later one gets all unfinished requests again, prompt and tokens. Raises
+        DepthbatchError when it cannot be this engine's."""
+        if ready.wire_version != WIRE_VERSION:
+            raise DepthbatchError("scheduler and worker are of different versions; both have to be started again")
         config = SchedulerConfig.resolve(self._options, ready.info)
         self.worker.take(peer, ready.pid)
         if self.core is None:
@@ -211,8 +215,12 @@ class SchedulerProcess:
             case Abort(request_id):
                 if self.core is not None and self.frontends.owns(received.peer, request_id):
                     self.core.abort(request_id)
-            case Hello():
-                self.frontends.join(received.peer)
+            case Hello(wire_version):
+                if wire_version == WIRE_VERSION:
+                    self.frontends.join(received.peer)
+                else:
+                    message = "scheduler and frontend are of different versions; the frontend has to be started again"
+                    self.frontends.send(received.peer, Fatal("scheduler", message, other_version=True))
             case GetStats():
                 self.frontends.send(received.peer, SchedulerStats(self.stats()))
             case Shutdown(drain):

@@ -20,6 +20,7 @@ from depthbatch.common.errors import DecodeError, DepthbatchError
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
+    WIRE_VERSION,
     EngineInfo,
     Fatal,
     Shutdown,
@@ -180,7 +181,7 @@ def run_worker(run_dir: str, config_json: str) -> int:
     link = WorkerLink(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerCommand)
     try:
         built = build(EngineConfig.from_json(config_json))
-        link.send(WorkerReady(os.getpid(), built.info))
+        link.send(WorkerReady(os.getpid(), built.info, WIRE_VERSION))
         log.info("ready: %s on %s", built.info.model, built.info.device)
         WorkerLoop(link, built.runner).run()
         return 0

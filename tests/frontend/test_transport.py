@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import zmq
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.messages import Abort, FrontendMessage, GetStats, Hello, SchedulerMessage, SchedulerStats
+from depthbatch.common.messages import (
+    WIRE_VERSION,
+    Abort,
+    FrontendMessage,
+    GetStats,
+    Hello,
+    SchedulerMessage,
+    SchedulerStats,
+)
 from depthbatch.common.transport import Dealer, Received, Router, RunDir, endpoint
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -45,12 +53,12 @@ def receive(link: Router | Dealer) -> Received:
 def test_both_ways_with_frames(context: Context, address: str) -> None:
     """Frames arrive bit by bit as they were sent, and only after their header."""
     dealer = Dealer(context, address, SchedulerMessage)
-    dealer.send(Hello())  # before anyone has bound: it must wait, not get lost
+    dealer.send(Hello(WIRE_VERSION))  # before anyone has bound: it must wait, not get lost
     router = Router(context, address, FrontendMessage)
     frame = np.arange(6, dtype=np.int32)
     dealer.send(Abort(5), frame, b"raw")
     hello, abort = receive(router), receive(router)
-    assert hello.message == Hello() and not hello.frames
+    assert hello.message == Hello(WIRE_VERSION) and not hello.frames
     assert abort.message == Abort(5) and abort.frames == [frame.tobytes(), b"raw"]
     assert router.send(abort.peer, SchedulerStats({"a": 1.0}))
     assert receive(dealer).message == SchedulerStats({"a": 1.0})
@@ -60,7 +68,7 @@ def test_nothing_is_dropped(context: Context, address: str) -> None:
     """20,000 messages to a reader that sleeps: beyond any default high-water mark, all arrive, in order."""
     router = Router(context, address, FrontendMessage)
     dealer = Dealer(context, address, SchedulerMessage)
-    dealer.send(Hello())
+    dealer.send(Hello(WIRE_VERSION))
     peer = receive(router).peer
     for i in range(20_000):
         assert router.send(peer, SchedulerStats({"i": i}))
@@ -95,7 +103,7 @@ def test_gone_peer_is_reported(context: Context, address: str) -> None:
     """A ROUTER would discard in silence; the scheduler would decode for nobody."""
     router = Router(context, address, FrontendMessage)
     dealer = Dealer(context, address, SchedulerMessage)
-    dealer.send(Hello())
+    dealer.send(Hello(WIRE_VERSION))
     peer = receive(router).peer
     assert router.send(peer, SchedulerStats({}))
     dealer.close(0)

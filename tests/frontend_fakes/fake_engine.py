@@ -17,6 +17,7 @@ from depthbatch.common.child import die_with_parent
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import (
+    WIRE_VERSION,
     Abort,
     EngineInfo,
     EngineReady,
@@ -163,7 +164,7 @@ def run_worker(run_dir: str, config: EngineConfig) -> int:
     if config.model == "crash-later" and Path(run_dir, "crashed-once").exists():
         os._exit(7)
     Path(run_dir, "crashed-once").touch()
-    link.send(WorkerReady(os.getpid(), fake_info(config)))
+    link.send(WorkerReady(os.getpid(), fake_info(config), WIRE_VERSION))
     signal.pause()
     return 0
 

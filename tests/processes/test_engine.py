@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import RequestError
+from depthbatch.common.errors import EngineDeadError, RequestError
 from depthbatch.common.transport import endpoint
+from depthbatch.frontend import engine_client
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.client import Client
 from depthbatch.frontend.llm import LLM
@@ -228,3 +229,10 @@ def test_async_engine_and_native_api(tmp_path: Path) -> None:
                 await api.close()
 
     asyncio.run(main())
+
+
+def test_frontend_of_another_version_ends_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a frontend and a scheduler of different versions waited for each other for ever."""
+    monkeypatch.setattr(engine_client, "WIRE_VERSION", "another")
+    with pytest.raises(EngineDeadError, match="scheduler and frontend are of different versions"):
+        LLM(quiet=True, **OPTIONS)

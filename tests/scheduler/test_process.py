@@ -19,6 +19,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import (
+    WIRE_VERSION,
     Abort,
     EngineInfo,
     EngineReady,
@@ -76,9 +77,15 @@ class FakeWorker:
     """A PagedWorker behind a DEALER, in a thread. ``die_after``: vanishes after that many stages, last one unanswered."""
 
     def __init__(
-        self, run_dir: Path, pid: int = 1, die_after: int | None = None, info: EngineInfo | None = None
+        self,
+        run_dir: Path,
+        pid: int = 1,
+        die_after: int | None = None,
+        info: EngineInfo | None = None,
+        wire_version: str = WIRE_VERSION,
     ) -> None:
         self.info = info or engine_info()
+        self.wire_version = wire_version
         self.config = SchedulerConfig.resolve(OPTIONS, self.info)
         self.worker = PagedWorker(self.config)
         self.stages = 0
@@ -104,7 +111,7 @@ class FakeWorker:
             context.term()
 
     def _run(self, link: Dealer, pid: int, die_after: int | None) -> None:
-        link.send(WorkerReady(pid, self.info))
+        link.send(WorkerReady(pid, self.info, self.wire_version))
         while not self.stopping.is_set():
             link.socket.poll(50)
             received = link.receive()
@@ -131,10 +138,10 @@ class FakeWorker:
 class FrontendProbe:
     """A frontend that keeps all it hears."""
 
-    def __init__(self, context: zmq.Context, run_dir: Path) -> None:
+    def __init__(self, context: zmq.Context, run_dir: Path, wire_version: str = WIRE_VERSION) -> None:
         self.link = Dealer(context, endpoint(run_dir, "scheduler"), SchedulerMessage)
         self.heard: list[object] = []
-        self.link.send(Hello())
+        self.link.send(Hello(wire_version))
 
     def until(self, done) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -388,3 +395,32 @@ def test_full_disk_ends_the_trace_only(run_dir: Path, caplog: pytest.LogCaptureF
     assert [record.getMessage() for record in caplog.records if "stage-trace" in record.getMessage()] == [
         "stage-trace /dev/full ends here: No space left on device"
     ]
+
+
+def test_frontend_of_another_version_is_told_and_others_are_not(engine: Engine) -> None:
+    """Bug: after an upgrade below a running engine, a submit that the new scheduler could not decode was dropped and its
+    client waited for ever. The greeting tells; the frontend that fits is served on."""
+    FakeWorker(engine.run_dir)
+    engine.frontend.until(lambda: engine.frontend.of(EngineReady))
+    other = FrontendProbe(engine.context, engine.run_dir, "another")
+    other.until(lambda: other.of(Fatal))
+    assert other.of(Fatal)[0].other_version and "different versions" in other.of(Fatal)[0].message
+    assert not other.of(EngineReady)
+    other.link.close()
+    engine.frontend.link.send(submit(1))
+    engine.frontend.until(lambda: engine.frontend.finished())
+    assert not engine.frontend.of(Fatal)
+
+
+def test_worker_of_another_version_ends_the_scheduler(run_dir: Path) -> None:
+    """Likewise between scheduler and worker: every frontend hears why, then both are started again."""
+    process = start_process(run_dir, OPTIONS)
+    context = zmq.Context()
+    frontend = FrontendProbe(context, run_dir)
+    frontend.until(lambda: frontend.of(SchedulerHeartbeat))
+    worker = FakeWorker(run_dir, wire_version="another")
+    frontend.until(lambda: frontend.of(Fatal))
+    assert "scheduler and worker are of different versions" in frontend.of(Fatal)[0].message
+    assert process.wait(WAIT_S) == 1
+    worker.stop()
+    context.destroy(0)
