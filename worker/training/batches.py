@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     Attributes:
         ids: input ids [B, T].
         targets: the next token at each supervised position, else -100, [B, T].
-        partial: the same with the answers after 1, 2, .. look-ups; the last is `targets`, [look-ups, B, T].
+        partial: the same with the answers after 0, 1, 2, .. look-ups; the last is `targets`, [1 + look-ups, B, T].
     """
 
     ids: Tensor
@@ -41,7 +41,7 @@ def render(example: Example, rng: random.Random) -> str:
 
 
 class Row(NamedTuple):
-    """Token ids of a prompt, of its answer, and of the answer after 1, 2, .. look-ups."""
+    """Token ids of a prompt, of its answer, and of the answer after 0, 1, 2, .. look-ups."""
 
     prompt: list[int]
     answer: list[int]
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 def encode_row(tokenizer: Tokenizer, example: Example, prompt: str) -> Row:
     """Encode an example whose prompt text is `prompt`; answers end with the end marker."""
     answer = [*tokenizer.encode(example.answer).ids, IM_END]
-    partial = [[*tokenizer.encode(partial_answer(example, lookups)).ids, IM_END] for lookups in range(1, CHAIN_LENGTH)]
+    partial = [[*tokenizer.encode(partial_answer(example, lookups)).ids, IM_END] for lookups in range(CHAIN_LENGTH)]
     return Row(tokenizer.encode(prompt).ids, answer, [*partial, answer])
 
 
@@ -59,7 +59,7 @@ def collate(rows: list[Row]) -> Batch:
     """Pad rows; answers are supervised, prompts and padding are not."""
     length = max(len(row.prompt) + len(row.answer) for row in rows) - 1
     ids = torch.full((len(rows), length), END_OF_TEXT)
-    partial = torch.full((CHAIN_LENGTH, len(rows), length), IGNORED)
+    partial = torch.full((1 + CHAIN_LENGTH, len(rows), length), IGNORED)
     for i, row in enumerate(rows):
         whole = row.prompt + row.answer
         ids[i, : len(whole) - 1] = torch.tensor(whole[:-1])

@@ -54,7 +54,7 @@ def lookup_loss(model: OuroTrainer, batch: Batch) -> Tensor:
     chosen = batch.targets != IGNORED
     logits = model.logits(output.states[1:, chosen])
     last = batch.partial.shape[0] - 1
-    targets = torch.stack([batch.partial[min(i, last)][chosen] for i in range(logits.shape[0])])
+    targets = torch.stack([batch.partial[min(1 + i, last)][chosen] for i in range(logits.shape[0])])
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / logits.shape[0]
 
 
@@ -103,9 +103,10 @@ def huginn_loss(
     """Huginn: summed over supervised tokens, the mean of two losses after `loops` steps; a scalar.
 
     The published loss: the cross-entropy of the last state, through the coda, with the final answer. The loss of
-    the steps: every tracked state from step 2 on, read by the head alone, is to hold the answer after r - 1
-    look-ups (as in `lookup_loss`). Without the second, the first look-up is learned in the coda, where it cannot be
-    repeated, the second has not appeared after 3,000 batches, and the third is lost again at random loop counts.
+    the steps: every tracked state, read by the head alone, is to hold the answer after r - 1 look-ups: the name that
+    is asked for after step 1, what it points at after step 2. Without the second, the first look-up is learned in the
+    coda, where it cannot be repeated, the second has not appeared after 3,000 batches, and the third is lost again at
+    random loop counts. Without its step 1, whether the second appears is a matter of luck.
 
     Args:
         model: the model.
@@ -118,10 +119,8 @@ def huginn_loss(
     chosen = batch.targets != IGNORED
     final = batch.targets[chosen]
     coda = F.cross_entropy(model.logits(states[-1])[chosen], final, reduction="sum")
-    tracked = range(max(1, loops - (gradient_loops or loops)), loops)  # states[i] is that after step i + 1
-    if not tracked:
-        return coda
+    tracked = range(max(0, loops - (gradient_loops or loops)), loops)  # states[i] is that after step i + 1
     last = len(batch.partial) - 1
-    targets = torch.cat([batch.partial[min(i - 1, last)][chosen] for i in tracked])
+    targets = torch.cat([batch.partial[min(i, last)][chosen] for i in tracked])
     logits = model.head(states[tracked.start :, chosen]).flatten(0, 1)
     return (F.cross_entropy(logits, targets, reduction="sum") / len(tracked) + coda) / 2
