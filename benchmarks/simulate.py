@@ -53,6 +53,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     profile = find_profile(args.profile)
     workload = workload_from_arguments(args, profile.r_max, args.seed)
     asked = list(dict.fromkeys(args.policy or ["refill"]))
+    if args.k is not None and "refill" not in asked:
+        raise ConfigError("k needs policy refill")
     policies = ["cb", *(policy for policy in asked if policy != "cb")]
     runs = [simulate(workload, profile, _config(args, policy, workload, profile)) for policy in policies]
     reports = [report(run, runs[0], profile, workload) for run in runs]
@@ -72,7 +74,7 @@ def _config(args: argparse.Namespace, policy: str, workload: Workload, profile: 
         max_num_seqs=args.w,
         max_num_batched_tokens=args.m,
         min_free_slots=args.s,
-        min_coda_batch=args.k,
+        min_coda_batch=args.k if policy == "refill" else None,
         preemption=args.preemption,
         async_scheduling=args.async_scheduling,
     )

@@ -53,7 +53,7 @@ class EngineConfig:
     load_format: str = option("auto", "'dummy' makes seeded random weights from config.json", ("auto", "dummy"))
     device: str = option("auto", "auto, cpu, cuda or simulated:PROFILE.json")
     dtype: str = option("auto", "dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16"))
-    policy: str = option("refill", "how stages are ordered", POLICIES)
+    policy: str = option("auto", "how stages are ordered; auto learns when from measured costs and exits", POLICIES)
     objective: str = option("throughput", "what auto aims at; the others than throughput have targets", OBJECTIVES)
     ttft_target_ms: float | None = option(
         None, "time to first token that latency and goodput aim at, from arrival (default there: 1000)", low=1.0
@@ -66,7 +66,9 @@ class EngineConfig:
     )
     max_num_seqs: int = option(64, "W: most sequences that are active at a time", low=1, high=65535)
     max_num_batched_tokens: int = option(8192, "M: most prompt tokens in one prefill batch", low=1)
-    min_free_slots: int | None = option(None, "S: free slots that a prefill waits for (default max(1, W // 8))", low=1)
+    min_free_slots: int | None = option(
+        None, "S: free slots that a prefill waits for (default max(1, W // 8)); auto starts with it", low=1
+    )
     min_coda_batch: int | None = option(
         None,
         "K: exited rows that coda waits for under refill (default 1, or W // 4 with layers outside the core)",
@@ -112,6 +114,8 @@ class EngineConfig:
             raise ConfigError(f"min_free_slots {self.min_free_slots} is more than max_num_seqs {self.max_num_seqs}")
         if self.min_coda_batch is not None and self.min_coda_batch > self.max_num_seqs:
             raise ConfigError(f"min_coda_batch {self.min_coda_batch} is more than max_num_seqs {self.max_num_seqs}")
+        if self.min_coda_batch is not None and self.policy != "refill":
+            raise ConfigError(f"min_coda_batch {self.min_coda_batch} needs policy refill, not {self.policy}")
         if self.objective != "throughput" and self.policy != "auto":
             raise ConfigError(f"objective {self.objective} needs policy auto, not {self.policy}")
         for name in ("ttft_target_ms", "itl_target_ms"):

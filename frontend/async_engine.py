@@ -49,7 +49,7 @@ class Mailbox:
 
 
 class AsyncEngine:
-    """Use as ``async with AsyncEngine("demo", policy="refill") as engine``; options as of LLM.
+    """Use as ``async with AsyncEngine("demo") as engine``; options as of LLM.
 
     Entering raises ConfigError, ModelError or EngineDeadError. Belongs to the event loop it was entered in.
     """

@@ -60,7 +60,7 @@ def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer |
 class LLM:
     """An engine in its own processes, used from one thread.
 
-        with LLM("demo", policy="refill") as llm:
+        with LLM("demo") as llm:
             for out in llm.generate(["12+30="], SamplingParams(max_tokens=8)):
                 print(out.text, out.exit_depths)
 

@@ -128,7 +128,8 @@ def test_gates_side_by_side(model: Path, layout: KVLayout, policy: str, max_toke
     """
     prompts, gates = prompts_of(model), gates_of(model)
     requests = [params(model, gates[index % len(gates)], index) for index in range(len(prompts))]
-    running = engine(model, layout, policy=policy, max_num_batched_tokens=max_tokens, min_coda_batch=1)
+    k = 1 if policy == "refill" else None
+    running = engine(model, layout, policy=policy, max_num_batched_tokens=max_tokens, min_coda_batch=k)
     answers = running.run(list(zip(prompts, requests, strict=True)))
     if policy == "cb":
         requests = [msgspec.structs.replace(r, gate=Gate.NONE, exit_depths=b"") for r in requests]
@@ -145,7 +146,7 @@ def test_refill_mixes_depths_in_one_core_batch_under_last_exited(model: Path) ->
     """
     prompts = prompts_of(model)
     requests = [params(model, Gate.REPLAY, index) for index in range(len(prompts))]
-    running = engine(model, "last_exited", min_coda_batch=1)
+    running = engine(model, "last_exited", policy="refill", min_coda_batch=1)
     answers = running.run(list(zip(prompts, requests, strict=True)))
     depths = [len(set(ran.loops)) for ran in running.history if ran.header.stage == Stage.CORE]
     assert max(depths) >= 3

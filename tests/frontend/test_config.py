@@ -17,19 +17,22 @@ from depthbatch.common.errors import ConfigError
 
 # a value for every field that is valid and not the default
 OTHER: dict[str, Any] = {
-    "model": "elsewhere", "load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "policy": "auto",
+    "model": "elsewhere", "load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "policy": "refill",
     "max_num_seqs": 7, "max_num_batched_tokens": 99, "min_free_slots": 3, "min_coda_batch": 2, "kv_headroom": 0.25,
     "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
     "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
     "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
 }  # fmt: skip
+TARGETS = ("objective", "ttft_target_ms", "itl_target_ms")
 # what else must be set for a value to be accepted
 BESIDE: dict[str, dict[str, Any]] = {
-    "objective": {"policy": "auto"},
-    "ttft_target_ms": {"policy": "auto", "objective": "latency"},
-    "itl_target_ms": {"policy": "auto", "objective": "latency"},
+    "min_coda_batch": {"policy": "refill"},
+    "ttft_target_ms": {"objective": "latency"},
+    "itl_target_ms": {"objective": "latency"},
 }
+ALL_OF_REFILL = {name: value for name, value in OTHER.items() if name not in TARGETS}
+ALL_OF_AUTO = {name: value for name, value in OTHER.items() if name not in ("policy", "min_coda_batch")}
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -61,14 +64,15 @@ def test_precedence(name: str, tmp_path: Path) -> None:
     assert getattr(config_from_sources(parse(*from_file, option, str(value)), {variable: as_default}), name) == value
 
 
-def test_round_trips() -> None:
+@pytest.mark.parametrize("values", [ALL_OF_REFILL, ALL_OF_AUTO])
+def test_round_trips(values: dict[str, Any]) -> None:
     """What a child process and what --print-config | --config get is the same configuration."""
-    config = EngineConfig(**OTHER)
+    config = EngineConfig(**values)
     assert EngineConfig.from_json(config.to_json()) == config
 
 
 def test_print_config_reads_back(tmp_path: Path) -> None:
-    for config in (EngineConfig(), EngineConfig(**OTHER)):
+    for config in (EngineConfig(), EngineConfig(**ALL_OF_REFILL), EngineConfig(**ALL_OF_AUTO)):
         file = tmp_path / "printed.toml"
         file.write_text(to_toml(config))
         assert EngineConfig.from_values(read_toml(file)) == config
@@ -93,7 +97,8 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
         ({"gate": "fixed"}, ("gate", "fixed")),
         ({"min_loops": 4, "max_loops": 2}, ("min_loops 4", "max_loops 2")),
         ({"min_free_slots": 9, "max_num_seqs": 8}, ("min_free_slots 9", "max_num_seqs 8")),
-        ({"min_coda_batch": 9, "max_num_seqs": 8}, ("min_coda_batch 9", "max_num_seqs 8")),
+        ({"min_coda_batch": 9}, ("min_coda_batch 9", "policy refill", "auto")),
+        ({"policy": "refill", "min_coda_batch": 9, "max_num_seqs": 8}, ("min_coda_batch 9", "max_num_seqs 8")),
         ({"kv_layout": "depth_indexed", "gate": "own"}, ("depth_indexed", "own")),
         ({"seed": -1}, ("seed", "-1")),
         ({"objective": "speed"}, ("objective", "'speed'")),

@@ -403,7 +403,7 @@ def test_defaults_follow_the_model() -> None:
     assert SchedulerConfig.resolve(EngineConfig(max_num_seqs=64), changed(INFO, boundary_layers=4)).min_coda_batch == 16
     tiny = SchedulerConfig.resolve(EngineConfig(max_num_seqs=2), changed(INFO, boundary_layers=4))
     assert (tiny.min_free_slots, tiny.min_coda_batch) == (1, 1)
-    assert SchedulerConfig.resolve(EngineConfig(max_num_seqs=64, min_coda_batch=5), INFO).min_coda_batch == 5
+    assert SchedulerConfig.resolve(EngineConfig(policy="refill", min_coda_batch=5), INFO).min_coda_batch == 5
 
 
 @pytest.mark.parametrize(
