@@ -117,6 +117,11 @@ class HuginnTrainer(nn.Module):
         self.size = size
         self.transformer = _Transformer(size)
         init_weights(self, seed)
+        with torch.no_grad():
+            # Starts as s + e / 2: whatever a step can do with what is injected, it can then do with its own result,
+            # which is how the second look-up is learned from the first.
+            identity = torch.eye(size.n_embd)
+            self.transformer.adapter.weight.copy_(torch.cat((identity, identity / 2), 1))
 
     def _angles(self, length: int) -> tuple[Tensor, Tensor]:
         return rope_angles(length, self.size.n_embd // self.size.n_heads, self.size.rope_base)
