@@ -43,9 +43,11 @@ HUGINN = HuginnSize(
     n_layers_in_recurrent_block=1,
     n_layers_in_coda=1,
     block_size=2048,
-    mean_recurrence=6,
+    mean_recurrence=16,
 )
+"""Its ``mean_recurrence`` is what the published code runs by default; training draws from HUGINN_MEAN_LOOPS."""
 HUGINN_MOST_LOOPS = 16
+HUGINN_MEAN_LOOPS = 6
 HUGINN_GRADIENT_LOOPS = 4
 HUGINN_WARMUP_LOOPS = 4
 WARMUP_SHARE = 0.6
@@ -118,7 +120,7 @@ def train_demo_huginn(config: RunConfig, directory: Path) -> HuginnTrainer:
     def objective(batch: Batch, step: int) -> torch.Tensor:
         if step < warmup:
             return huginn_loss(model, batch, HUGINN_WARMUP_LOOPS)
-        loops = sample_loops(random.Random(f"loops-{config.seed}-{step}"), HUGINN.mean_recurrence, HUGINN_MOST_LOOPS)
+        loops = sample_loops(random.Random(f"loops-{config.seed}-{step}"), HUGINN_MEAN_LOOPS, HUGINN_MOST_LOOPS)
         noise = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         state = initial_state((*batch.ids.shape, HUGINN.n_embd), noise)
         return huginn_loss(model, batch, loops, state, HUGINN_GRADIENT_LOOPS)
