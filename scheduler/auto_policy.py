@@ -15,8 +15,19 @@ Throughput splits into two decisions that share one cost model, fitted online:
   quantity; until costs are known, theta is 0 (coda at once, K = 1).
 * prefill: it has a fixed cost, delta_prefill, to be shared by the f free slots it fills; an empty slot wastes
   kappa = (delta_core + codas a step * boundary_delta) / W a core step. With phi slots falling free a core step the
-  economic order quantity is S = sqrt(2 delta_prefill phi / kappa), at most the prompts that fit into one batch of M
-  tokens, since beyond that nothing more is shared. Until known: the configured S.
+  economic order quantity is the S of the least
+
+      delta_prefill ceil(S L / M) / S + kappa S / (2 phi)
+
+  a prompt, with prompts of L tokens in batches of M, the last one cut where a batch is full: sqrt(2 delta_prefill phi /
+  kappa) as long as they fit into one batch. Until known: the configured S.
+* prefill while slots are free and no coda is about to run (arrivals below saturation): it takes a prelude of its own,
+  delta_prelude + gamma for all, where the one after the next coda would take gamma more, and its rows run out of step
+  from then on. Waiting costs each of them the core steps until that coda. That is the bargain of a row that waits for
+  coda, so a prompt that could be prefilled counts as one in the stopping rule, at the same price theta: both wait, or
+  coda (if rows wait for it), prefill and one prelude run. Where boundary stages are cheap theta is 0 and nothing waits.
+  No row enters Q_R meanwhile, as that takes a prelude, so Q_R is empty within r_max core steps; beside an empty Q_R
+  nothing waits. Under targets prompts do not wait for this, as it would be at the cost of TTFT.
 
 The other objectives take these decisions too, but ``prefill_pacing`` says whether and how much prefill may run.
 Coda is timed alike under all three: with a given number of rows mean ITL = rows / tokens per second.
@@ -80,9 +91,11 @@ class AutoPolicy:
         can_prefill = view.can_prefill(self.min_free_slots) if self._pacing is None else self._paced(self._pacing, view)
         if view.q_d:
             return Move.PREFILL if can_prefill else Move.PRELUDE
-        if view.q_c and not (view.q_r and self._defers(view)):
-            return Move.CODA
-        if can_prefill:
+        held = can_prefill and self._pacing is None  # prompts that wait like rows of Q_C
+        prompts = max(1, min(view.q_p, view.free_slots)) if held else 0
+        if (view.q_c or prompts) and not (view.q_r and self._defers(view, view.q_c + prompts)):
+            return Move.CODA if view.q_c else Move.PREFILL
+        if can_prefill and not held:
             return Move.PREFILL
         if not view.q_r:
             return None
@@ -106,7 +119,7 @@ class AutoPolicy:
         elif step.stage is Stage.CODA:
             self.forecast.add(step.slots, step.depths)
 
-    def _defers(self, view: QueueView) -> bool:
+    def _defers(self, view: QueueView, waiting: int) -> bool:
         if self.theta <= 0.0:
             return False
         ready = view.ready_rows()
@@ -115,7 +128,7 @@ class AutoPolicy:
             exits[0] += np.count_nonzero(ready.leaving)
         else:
             exits = np.bincount(ready.loops, minlength=self.forecast.r_max + 1) @ self.forecast.blind
-        return defer(self.theta, view.q_c, exits)
+        return defer(self.theta, waiting, exits)
 
     def _paced(self, pacing: Pacing, view: QueueView) -> bool:
         """Whether prefill may run under the targets; sets its limit."""
@@ -178,6 +191,6 @@ class _Flow:
             return None
         per_step = self._admitted / self._cores
         wasted = (core + boundary * self._codas / self._cores) / self._width
-        batch = np.sqrt(2.0 * prefill * per_step / max(wasted, 1e-12))
-        fits = max_tokens * self._admitted / max(self._prompt_tokens, 1.0)
-        return int(np.clip(round(float(min(batch, fits))), 1, self._width))
+        sizes = np.arange(1.0, self._width + 1.0)
+        batches = np.ceil(sizes * self._prompt_tokens / (self._admitted * max_tokens))
+        return 1 + int(np.argmin(prefill * batches / sizes + wasted * sizes / (2.0 * per_step)))

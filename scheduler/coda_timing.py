@@ -69,6 +69,9 @@ class Tournament:
     correlation are those of the traffic. All candidates see the same depths. Sizes are relative (exits and waiting
     rows both scale with W), so up to 32 rows stand for any W. What it counts (core steps and codas a token) does not
     depend on stage costs; those are applied when the best theta is asked for.
+
+    Rows start at loops spread over r_max: where depths have a common divisor, rows in step share their codas for free,
+    and only a theta that brings rows back into step (as arrivals keep breaking it) may be credited with that.
     """
 
     def __init__(self, width: int, forecast: ExitForecast, bucket_of: Sequence[int] | None = None) -> None:
@@ -81,7 +84,8 @@ class Tournament:
         n = len(THETAS)
         self._theta = np.array(THETAS)[:, None]
         self._loops = np.zeros((n, self._rows), np.int64)
-        self._left = np.zeros((n, self._rows), np.int64)  # loops to go, 0 = waits for coda
+        started = 1 + np.arange(self._rows) * forecast.r_max // self._rows
+        self._left = np.tile(started, (n, 1))  # [candidates, rows] loops to go, 0 = waits for coda
         self._visits = np.zeros((n, self._rows), np.int64)
         self._offset = (np.arange(n) * (forecast.r_max + 1))[:, None]
         self._step = np.arange(1.0, forecast.r_max + 1.0)

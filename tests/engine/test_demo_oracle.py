@@ -1,4 +1,4 @@
-"""The shipped demo model gives committed token ids and depths, under every policy and every layout that must agree.
+"""A shipped demo model gives committed token ids and depths, under every policy and every layout that must agree.
 
 The committed values come from the batch-1 reference (demo_oracle.py), which shares no code with the engine, so that a
 change of the model files, of the engine or of the reference shows here, and the reference alone cannot hide it.
@@ -14,15 +14,16 @@ from depthbatch.common.gates import GATE_BY_LABEL
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams
 from engine import demo_oracle
-from engine.demo_oracle import Setting
+from engine.demo_oracle import MODELS, Setting, Shipped
 from engine.lockstep import LockstepEngine
 
-RENEW = "the shipped demo model has changed: run python tests/engine/demo_oracle.py and read the diff"
+RENEW = "the shipped model has changed: run python tests/engine/demo_oracle.py NAME and read the diff"
+each_model = pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
 
 
 @cache
-def committed() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(demo_oracle.DATA.read_text())
+def committed(model: Shipped) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(model.data.read_text())
     return data
 
 
@@ -37,32 +38,34 @@ def request(setting: Setting) -> RequestParams:
     )
 
 
-def expected(layout: KVLayout, policy: str, setting: Setting) -> list[dict[str, list[int]]]:
+def expected(model: Shipped, layout: KVLayout, policy: str, setting: Setting) -> list[dict[str, list[int]]]:
     """Under ``cb`` no gate decides; ``depth_indexed`` holds what ``last_exited`` holds where nothing exits early."""
-    label = "none 4" if policy == "cb" and setting.may_exit_early else setting.label
+    label = f"none {model.r_max}" if policy == "cb" and setting.may_exit_early else setting.label
     answers: list[dict[str, list[int]]]
-    answers = committed()["answers"]["last_exited" if layout is KVLayout.DEPTH_INDEXED else layout][label]
+    answers = committed(model)["answers"]["last_exited" if layout is KVLayout.DEPTH_INDEXED else layout][label]
     return answers
 
 
-def test_the_committed_values_are_of_the_shipped_weights() -> None:
+@each_model
+def test_the_committed_values_are_of_the_shipped_weights(model: Shipped) -> None:
     """First, so that new weights are not mistaken for a broken engine."""
-    assert committed()["weights"] == demo_oracle.weights_digest(), RENEW
-    assert len(committed()["prompts"]) == 10
-    assert set(committed()["answers"]["last_exited"]) == {setting.label for setting in demo_oracle.settings()}, RENEW
+    assert committed(model)["weights"] == model.weights_digest(), RENEW
+    assert len(committed(model)["prompts"]) == 10
+    assert set(committed(model)["answers"]["last_exited"]) == {setting.label for setting in model.settings()}, RENEW
 
 
+@each_model
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", list(KVLayout))
-def test_tokens_and_depths_are_the_committed_ones(layout: KVLayout, policy: str) -> None:
+def test_tokens_and_depths_are_the_committed_ones(model: Shipped, layout: KVLayout, policy: str) -> None:
     """All prompts under all settings in one batch, more requests than slots."""
-    values = {"model": "demo", "device": "cpu", "dtype": "float32", "kv_layout": layout, "policy": policy}
+    values = {"model": model.name, "device": "cpu", "dtype": "float32", "kv_layout": layout, "policy": policy}
     running = LockstepEngine(EngineConfig.from_values(values | {"max_num_seqs": 6, "kv_blocks": 120}))
-    chosen = [s for s in demo_oracle.settings() if layout.allows_early_exit or not s.may_exit_early]
-    prompts = [prompt["ids"] for prompt in committed()["prompts"]]
+    chosen = [s for s in model.settings() if layout.allows_early_exit or not s.may_exit_early]
+    prompts = [prompt["ids"] for prompt in committed(model)["prompts"]]
     answers = iter(running.run([(ids, request(setting)) for setting in chosen for ids in prompts]))
     for setting in chosen:
-        for ids, wanted in zip(prompts, expected(layout, policy, setting), strict=True):
+        for ids, wanted in zip(prompts, expected(model, layout, policy, setting), strict=True):
             got = next(answers)
             count = len(wanted["tokens"])
             assert {"tokens": got.tokens[:count], "depths": got.depths[:count]} == wanted, (setting.label, ids)
@@ -70,13 +73,14 @@ def test_tokens_and_depths_are_the_committed_ones(layout: KVLayout, policy: str)
                 assert len(got.tokens) == count, (setting.label, ids)
 
 
-def test_the_committed_values_can_tell_settings_apart() -> None:
+@each_model
+def test_the_committed_values_can_tell_settings_apart(model: Shipped) -> None:
     """Equal rows would let an engine pass that ignores gate, threshold or layout."""
-    by_layout = committed()["answers"]
-    assert by_layout["last_exited"]["none 4"] != by_layout["single"]["none 4"]
-    assert by_layout["last_exited"]["none 4"] != by_layout["first_then_shared"]["none 4"]
-    rows, (low, high) = by_layout["last_exited"], demo_oracle.THRESHOLDS
-    for gate in {setting.gate for setting in demo_oracle.settings() if setting.may_exit_early}:
+    by_layout, full = committed(model)["answers"], f"none {model.r_max}"
+    assert by_layout["last_exited"][full] != by_layout["single"][full]
+    assert by_layout["last_exited"][full] != by_layout["first_then_shared"][full]
+    rows, (low, high) = by_layout["last_exited"], model.thresholds
+    for gate in {setting.gate for setting in model.settings() if setting.may_exit_early}:
         depths = {d for answer in rows[f"{gate} {high:g}"] for d in answer["depths"][1:]}
         assert len(depths) >= 2, gate
         assert rows[f"{gate} {low:g}"] != rows[f"{gate} {high:g}"], gate
