@@ -91,11 +91,11 @@ class AutoPolicy:
         can_prefill = view.can_prefill(self.min_free_slots) if self._pacing is None else self._paced(self._pacing, view)
         if view.q_d:
             return Move.PREFILL if can_prefill else Move.PRELUDE
-        held = can_prefill and self._pacing is None  # prompts that wait like rows of Q_C
-        prompts = max(1, min(view.q_p, view.free_slots)) if held else 0
-        if (view.q_c or prompts) and not (view.q_r and self._defers(view, view.q_c + prompts)):
+        may_wait = can_prefill and self._pacing is None
+        waiting = view.q_c + (max(1, min(view.q_p, view.free_slots)) if may_wait else 0)
+        if waiting and not (view.q_r and self._defers(view, waiting)):
             return Move.CODA if view.q_c else Move.PREFILL
-        if can_prefill and not held:
+        if can_prefill and not may_wait:
             return Move.PREFILL
         if not view.q_r:
             return None

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # what probes and scrapers read without a key; everything that names or runs a model needs one
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
+UNPACED_PATHS = OPEN_PATHS | {"/abort"}  # an abort makes room for those who wait
 STARTS_PER_TURN = 4  # a millisecond or two each
 
 
@@ -19,8 +20,8 @@ class BodyTooLarge(ApiError):
 
 
 class Edge:
-    """Refuses requests without a key, and bodies over the limit before they are read whole. Probes pass at once, whatever
-    else waits to start."""
+    """Refuses requests without a key, and bodies over the limit before they are read whole. Probes and aborts pass at once,
+    whatever else waits to start."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[bytes, ...], max_body_bytes: int) -> None:
         self.app = app
@@ -37,7 +38,7 @@ class Edge:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in UNPACED_PATHS:
             await self._turnstile.enter()
         await self._bounded(scope, receive, send)
 

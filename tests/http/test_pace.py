@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from depthbatch.frontend.http.edge import OPEN_PATHS, STARTS_PER_TURN, Edge
+from depthbatch.frontend.http.edge import UNPACED_PATHS, STARTS_PER_TURN, Edge
 from depthbatch.frontend.http.turnstile import Turnstile
 from depthbatch.frontend.tokenizer import Tokenizer
 from serving_fakes.server import LiveServer
@@ -61,9 +61,9 @@ def test_probes_pass_those_who_wait() -> None:
             return asyncio.create_task(edge(scope, None, None))  # type: ignore[arg-type]
 
         tasks = [request("/v1/completions") for _ in range(100)]
-        tasks += [request(path) for path in sorted(OPEN_PATHS)]
+        tasks += [request(path) for path in sorted(UNPACED_PATHS)]
         await asyncio.sleep(0)
-        assert reached == ["/v1/completions"] * STARTS_PER_TURN + sorted(OPEN_PATHS)
+        assert reached == ["/v1/completions"] * STARTS_PER_TURN + sorted(UNPACED_PATHS)
         await asyncio.gather(*tasks)
         assert len(reached) == len(tasks)
 
