@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from depthbatch.frontend.http.edge import UNPACED_PATHS, STARTS_PER_TURN, Edge
+from depthbatch.frontend.http.edge import STARTS_PER_TURN, UNPACED_PATHS, Edge
 from depthbatch.frontend.http.turnstile import Turnstile
 from depthbatch.frontend.tokenizer import Tokenizer
 from serving_fakes.server import LiveServer
