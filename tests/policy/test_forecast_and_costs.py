@@ -1,10 +1,13 @@
-"""What auto learns online: hazards from depths, fixed costs from stage times."""
+"""What auto learns online: hazards from depths, fixed costs from stage times, the flow of prompts."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from depthbatch.common.frames import Stage
+from depthbatch.scheduler.auto_policy import _Flow
 from depthbatch.scheduler.cost_model import LinearFit, StageCosts
 from depthbatch.scheduler.exit_forecast import ExitForecast
 from hypothesis import given, settings
@@ -136,3 +139,26 @@ def test_one_bucket_leaves_its_share_to_delta() -> None:
         fit.add((rows, 64), 1e-3 + 1e-5 * rows)
     assert fit.solve() == pytest.approx(1e-3, rel=0.02)
     assert fit.coefficients is not None and fit.coefficients[-1] == 0.0
+
+
+def flow(prompt_tokens: int) -> _Flow:
+    """W = 16; a prompt and a coda every four core steps."""
+    passed = _Flow(16)
+    for _ in range(17):
+        for stage, tokens in [(Stage.CORE, 0)] * 4 + [(Stage.CODA, 0), (Stage.PREFILL, prompt_tokens)]:
+            step: Any = SimpleNamespace(stage=stage, tokens=tokens, requests=(None,))
+            passed.add(step)
+    return passed
+
+
+def test_prefill_batch_is_the_order_quantity_while_prompts_fit() -> None:
+    """phi = 1/4, kappa = (1 + 0.25 * 4) / 16 = 1/8: sqrt(2 * 10 / 4 * 8) = 6.3 prompts, however short they are."""
+    assert flow(100).prefill_batch(1.0, 4.0, 10.0, 8192) == 6
+    assert flow(1).prefill_batch(1.0, 4.0, 0.01, 8192) == 1
+
+
+def test_long_prompts_share_batches_by_being_cut() -> None:
+    """Prompts of 7,000 tokens in batches of 8,192: one at a time takes a batch each, 7 take 6 batches. 20 (ceil(S 7/8.2) / S)
+    + S / 4 is 20.25 at S = 1 and 18.89 at S = 7. A rule that takes whole prompts only would say 1."""
+    assert flow(7_000).prefill_batch(1.0, 4.0, 20.0, 8192) == 7
+    assert flow(8_192).prefill_batch(1.0, 4.0, 20.0, 8192) == 1  # nothing to share

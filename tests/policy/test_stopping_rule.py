@@ -133,3 +133,19 @@ def test_padding_changes_the_choice() -> None:
             tournament.play(informed=True)
         choices.append(tournament.best(DecodeCosts(0.1, 0.1, 0.1, 0.0)))
     assert choices[0] == 0.0 < choices[1]  # type: ignore[operator]
+
+
+def test_rows_of_the_tournament_do_not_start_in_step() -> None:
+    """Depths 3 and 9: rows that start together never leave step, share every coda for free, and a candidate that could
+    not bring them together looks as good as one that can. Started apart, K = 1 has rows on every third loop for good
+    and needs a coda a core step, which the candidates that wait do not."""
+    weights = (0.0, 0.0, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.4)
+    tournament = Tournament(32, known_forecast(32, weights))
+    tournament.refresh()
+    for _ in range(1_500):
+        tournament.play(informed=True)
+    steps, codas, _ = tournament.counts
+    assert codas[THETAS.index(0.0)] > 0.9 * steps[0]
+    assert codas[THETAS.index(3.0)] < 0.5 * steps[0]
+    choice = tournament.best(DecodeCosts(1.0, 0.0, 1.0, 0.0))
+    assert choice is not None and choice >= 1.0
