@@ -90,7 +90,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             raise RequestError(f"cannot read {args.file}: {error}") from None
         places += [f"{args.file}, line {number}" for number in range(1, len(lines) + 1)]
         texts += [line.removesuffix("\r") for line in lines]
-    if not texts and args.prompt is None and args.file is None and args.model == "demo":
+    if not texts and args.prompt is None and args.file is None and args.model in ("demo", "demo-huginn"):
         texts = list(DEMO_PROMPTS)
     if not texts:
         raise RequestError("no prompt: give -p TEXT or -f FILE")

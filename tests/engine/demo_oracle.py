@@ -72,7 +72,13 @@ class Shipped(NamedTuple):
         return digest.hexdigest()
 
 
-MODELS = {model.name: model for model in (Shipped("demo", "reference.ouro", 4, (0.7, 0.97)),)}
+MODELS = {
+    model.name: model
+    for model in (
+        Shipped("demo", "reference.ouro", 4, (0.7, 0.97)),
+        Shipped("demo-huginn", "reference.huginn", 16, (0.5, 0.1)),
+    )
+}
 
 
 def prompts() -> list[str]:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 DEMO_THRESHOLD = 0.95
-"""Exit threshold written to the demo's `config.json`, so that it leaves early when not told otherwise."""
+DEMO_HUGINN_THRESHOLD = 0.3
+"""Exit thresholds written to the demos' `config.json`, so that they leave early when not told otherwise."""
 Size = TypeVar("Size", OuroSize, HuginnSize)
 
 
@@ -62,6 +63,7 @@ def huginn_config(size: HuginnSize) -> dict[str, Any]:
         "state_init": "like-init",
         "injection_type": "linear",
         "qk_bias": True,
+        "early_exit_threshold": DEMO_HUGINN_THRESHOLD,
         **dataclasses.asdict(size),
     }
 

@@ -24,8 +24,7 @@ from depthbatch.worker.training.texts import read_rows, tokenizer_of
 from depthbatch.worker.training.trainer import RunConfig
 
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo"
-# Held-out exact match after so many: demo 99.6 % at full depth; demo-huginn 93.5 % at 5 loops and 90.4 % at 16, where it
-# has half of hop3 and 97 % or more of every other class.
+# Held-out exact match after so many: demo 99.6 % at full depth; demo-huginn 99.9 % at any depth from 4 loops up.
 STEPS = {"demo": 3500, "demo-huginn": 5000}
 BATCH_SIZES = {"demo": 80, "demo-huginn": 64}
 GATE_THRESHOLDS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
