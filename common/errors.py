@@ -22,7 +22,9 @@ class RequestError(DepthbatchError):
 
 
 class DecodeError(DepthbatchError):
-    """Bytes on a socket that are not a message of that socket's union."""
+    """Bytes on a socket that are not a message of that socket's union; ``data`` are those bytes."""
+
+    data: bytes = b""
 
 
 class EngineDeadError(DepthbatchError):

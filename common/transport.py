@@ -84,6 +84,7 @@ class Link:
                     raise DecodeError("bad message: no header")
                 return Received(peer, self._decoder.decode(parts[self._head]), parts[self._head + 1 :])
             except DecodeError as error:
+                error.data = b"" if len(parts) <= self._head else parts[self._head]
                 self.decode_errors += 1
                 self._report(error)
                 self.on_decode_error(peer, error)

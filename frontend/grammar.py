@@ -122,9 +122,10 @@ def out_of_time(name: str) -> RequestError:
 
 
 def _compile(grammar: str) -> str:
+    from depthbatch.worker.grammar import LIMITS
     from llguidance import LLMatcher
 
-    return _first_line(LLMatcher.validate_grammar(grammar, None))
+    return _first_line(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
 
 
 def _first_line(message: object) -> str:

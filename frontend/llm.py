@@ -150,6 +150,8 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> tuple[list[list[int]], list[SamplingParams]]:
         """Token ids and parameters of every prompt, all of them checked."""
+        if not isinstance(params, Sequence | SamplingParams | None):
+            raise RequestError(f"params must be a SamplingParams or a list of them, not {repr(params)[:80]}", "params")
         if params is None or isinstance(params, SamplingParams):
             per_prompt = [params or SamplingParams()] * len(prompts)
         else:
@@ -223,7 +225,9 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+    """One prompt or several, as several. Raises RequestError."""
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be texts or lists of token ids, not {repr(prompts)[:80]}", "prompts")
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -68,7 +68,16 @@ class ApiRouter(Router):
         return self.send_bytes(peer, _encode(fields))
 
     def on_decode_error(self, peer: bytes, error: DecodeError) -> None:
-        self.reply(peer, type="error", id=None, error="decode", message=str(error), param=None)
+        self.reply(peer, type="error", id=_id_in(error.data), error="decode", message=str(error), param=None)
+
+
+def _id_in(data: bytes) -> ClientId | None:
+    """The id of a map that is no request: its client may wait for an answer to just this one."""
+    try:
+        client_id = msgspec.msgpack.decode(data)["id"]
+    except Exception:  # bytes of a stranger, of any shape
+        return None
+    return client_id if isinstance(client_id, str | int) else None
 
 
 class ZmqApi:

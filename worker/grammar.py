@@ -13,7 +13,11 @@ from depthbatch.common.frames import Int32Array, split_prefill_frame
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import GrammarStart, StageBatch
 from depthbatch.worker.checks import StageError
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+LIMITS = LLParserLimits(initial_lexer_fuel=100_000)
+"""A tenth of the default, with which the first mask of (a{1000}){1000} takes a second and more, in which no other request
+gets a token. A schema of 300 properties with patterns and choices stays below it."""
 
 log = get_logger("worker")
 
@@ -50,7 +54,7 @@ class Grammars:
             self._matchers.pop(slot, None)
         for start in starts:
             self._starts[start.slot] = start
-            self._matchers[start.slot] = LLMatcher(self._tokenizer, start.grammar)
+            self._matchers[start.slot] = LLMatcher(self._tokenizer, start.grammar, log_level=0, limits=LIMITS)
 
     def note_prefill(self, header: StageBatch, frame: Int32Array) -> None:
         """Takes the tokens that resumed requests have generated: those behind their prompts."""

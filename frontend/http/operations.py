@@ -109,12 +109,14 @@ def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
         ids = [body.request_id] if isinstance(body.request_id, str) else body.request_id
         return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.registry.abort(name)]})
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=None, responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})
     async def health() -> Response:
         """200 exactly when requests make progress, or none is there."""
         answer = probe.health()
         return JSONResponse(answer.model_dump(), 200 if answer.status == "ok" else 503)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=None, responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
     async def ready() -> Response:
         """200 when new requests are taken."""

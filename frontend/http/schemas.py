@@ -36,7 +36,7 @@ SHAPES = {
     "request_id": "1 to 128 visible ASCII characters (for /abort also a list of such names)",
     "stream_options": 'an object, {"include_usage": true}',
     "response_format": 'an object whose type is "text", "json_object" or "json_schema"',
-    "structured_outputs": "an object with exactly one of json, regex and choice",
+    "structured_outputs": "an object with exactly one of json, regex and choice, none of them empty",
     "chat_template_kwargs": "an object",
 }
 

@@ -4,10 +4,15 @@ import asyncio
 import json
 import threading
 
+import numpy as np
 import pytest
 from depthbatch.common.errors import RequestError
+from depthbatch.common.messages import GrammarStart
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend import grammar
 from depthbatch.frontend.grammar import GrammarChecker, grammar_text
+from depthbatch.worker import grammar as worker_grammar
+from llguidance import LLParserLimits, LLTokenizer
 
 
 @pytest.mark.parametrize(
@@ -82,4 +87,27 @@ def test_compiling_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -
         checker.settle("g", "regex", await asyncio.wrap_future(future))
 
     asyncio.run(prove())
+    checker.close()
+
+
+def test_edge_and_worker_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the first mask of a regular expression took the worker seconds; the limit that prevents it must be asked at the
+    edge, where it is an error of one client. With a limit that nothing can keep, both refuse."""
+    tokenizer = LLTokenizer((resolve_model_dir("demo") / "tokenizer.json").read_text(), n_vocab=264, eos_token=[2])
+    digits = grammar_text(None, "[0-9]{3}", ())
+    assert worker_grammar.LIMITS.initial_lexer_fuel < LLParserLimits().initial_lexer_fuel
+
+    def first_mask() -> list[int]:
+        grammars = worker_grammar.Grammars(tokenizer, 264, [2])
+        grammars.admit([1], [GrammarStart(1, 1, digits)])
+        bits = np.unpackbits(grammars.masks([1]).view(np.uint8)[0], bitorder="little")
+        return np.flatnonzero(bits).tolist()
+
+    checker = GrammarChecker()
+    checker.check(digits, "regex")
+    assert len(first_mask()) == 10  # the digits
+    monkeypatch.setattr(worker_grammar, "LIMITS", LLParserLimits(initial_lexer_fuel=1))
+    assert first_mask() == [2]  # nothing but the end
+    with pytest.raises(RequestError, match="regex: "):
+        GrammarChecker().check(digits, "regex")
     checker.close()

@@ -210,6 +210,13 @@ def test_use_after_close(llm: LLM) -> None:
         closed.generate([[1]])
 
 
+@pytest.mark.parametrize(("arguments", "name"), [((5,), "prompts"), ((["1"], {"max_tokens": 1}), "params")])
+def test_arguments_of_another_type_are_named(llm: LLM, arguments: tuple, name: str) -> None:
+    """Bug: an AttributeError or a TypeError from the inside."""
+    with pytest.raises(RequestError, match=f"{name} must be"):
+        llm.generate(*arguments)
+
+
 def test_unknown_option() -> None:
     with pytest.raises(ConfigError, match="unknown option 'polcy' \\(did you mean 'policy'\\?\\)"):
         LLM("demo", polcy="cb")

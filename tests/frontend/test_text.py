@@ -1,6 +1,8 @@
 """Text from tokens: joined pieces equal the whole, characters stay whole, stop strings never leak. Real tokenizers."""
 
 import json
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -244,3 +246,23 @@ def test_broken_files_are_model_errors(damage: Callable[[Path], None], tmp_path:
     with pytest.raises(ModelError) as caught:
         load_tokenizer(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_encoding_leaves_the_interpreter_to_others() -> None:
+    """Bug: one long prompt kept the interpreter lock while it was encoded, so that /health and every stream waited for
+    seconds although a thread of its own encoded. Meanwhile this thread must get to run many times, not just once."""
+    tokenizer, text = load_demo(), "a" * 300_000
+    begin, ids = threading.Event(), []
+
+    def encode() -> None:
+        begin.wait()
+        ids.append(tokenizer.encode(text))
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begin.set()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert len(ids[0]) == len(text) and turns >= 10

@@ -188,6 +188,8 @@ def test_keys(tokenizer: Tokenizer) -> None:
             assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert http.get(path).status_code == 200
+        for path in ("/health", "/ready"):  # some load balancers probe so
+            assert http.head(path).status_code == 200 and not http.head(path).content
 
 
 def test_large_bodies_are_refused(tokenizer: Tokenizer) -> None:
