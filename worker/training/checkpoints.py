@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 DEMO_THRESHOLD = 0.95
-DEMO_HUGINN_THRESHOLD = 0.3
+DEMO_HUGINN_THRESHOLD = 0.5
 """Exit thresholds written to the demos' `config.json`, so that they leave early when not told otherwise."""
 Size = TypeVar("Size", OuroSize, HuginnSize)
 
