@@ -20,6 +20,7 @@ Answers = dict[int, tuple[list[int], list[int], list[float]]]  # tokens, depths,
 def configure(model: str, mode: str, layout: str) -> EngineConfig:
     return EngineConfig(
         model=str(FIDELITY / model),
+        policy="refill",  # auto goes by the clock, and where a batch cuts a prompt matters under a shared plane
         max_num_seqs=4,
         max_num_batched_tokens=48,
         kv_blocks=60,
