@@ -17,9 +17,8 @@ import msgspec
 from depthbatch.common.errors import DecodeError
 from depthbatch.common.gates import Gate
 
-WIRE_VERSION = (
-    f"{zlib.crc32(b''.join(Path(__file__).with_name(f).read_bytes() for f in ('messages.py', 'frames.py'))):08x}"
-)
+_SOURCES = (Path(__file__).with_name(name).read_bytes() for name in ("messages.py", "frames.py"))
+WIRE_VERSION = f"{zlib.crc32(b''.join(_SOURCES)):08x}"
 """What is said first, by frontends and workers. An upgrade below a running engine replaces its processes one by one, and
 two that read the same bytes differently would wait for each other for ever."""
 

@@ -44,7 +44,10 @@ def load_model_tokenizer(model: str) -> Tokenizer | None:
 
 
 def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
-    """Token ids of a prompt, or of token ids themselves. Raises RequestError when text cannot be served."""
+    """Token ids of a prompt, or of token ids themselves. Raises RequestError when text cannot be served, and naming the
+    argument when it is of another type."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be a SamplingParams, not {repr(params)[:80]}", "params")
     if tokenizer is None and params.stop:
         raise RequestError("stop: this model has no tokenizer, so there is no text to search", "stop")
     if not isinstance(prompt, str):
@@ -150,12 +153,10 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> tuple[list[list[int]], list[SamplingParams]]:
         """Token ids and parameters of every prompt, all of them checked."""
-        if not isinstance(params, Sequence | SamplingParams | None):
-            raise RequestError(f"params must be a SamplingParams or a list of them, not {repr(params)[:80]}", "params")
-        if params is None or isinstance(params, SamplingParams):
-            per_prompt = [params or SamplingParams()] * len(prompts)
-        else:
+        if isinstance(params, Sequence) and not isinstance(params, str):
             per_prompt = list(params)
+        else:
+            per_prompt = [SamplingParams() if params is None else params] * len(prompts)
         if len(per_prompt) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(per_prompt)} params", "params")
         encoded = []

@@ -210,11 +210,15 @@ def test_use_after_close(llm: LLM) -> None:
         closed.generate([[1]])
 
 
-@pytest.mark.parametrize(("arguments", "name"), [((5,), "prompts"), ((["1"], {"max_tokens": 1}), "params")])
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((5,), "prompts"), ((["1"], {"max_tokens": 1}), "params"), ((["1"], ["x"]), "params"), (([[1], 5],), "prompt")],
+)
 def test_arguments_of_another_type_are_named(llm: LLM, arguments: tuple, name: str) -> None:
     """Bug: an AttributeError or a TypeError from the inside."""
-    with pytest.raises(RequestError, match=f"{name} must be"):
+    with pytest.raises(RequestError, match=rf"\b{name}\b") as raised:
         llm.generate(*arguments)
+    assert raised.value.param == name
 
 
 def test_unknown_option() -> None:

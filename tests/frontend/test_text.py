@@ -251,7 +251,7 @@ def test_broken_files_are_model_errors(damage: Callable[[Path], None], tmp_path:
 def test_encoding_leaves_the_interpreter_to_others() -> None:
     """Bug: one long prompt kept the interpreter lock while it was encoded, so that /health and every stream waited for
     seconds although a thread of its own encoded. Meanwhile this thread must get to run many times, not just once."""
-    tokenizer, text = load_demo(), "a" * 300_000
+    tokenizer, text = load_demo(), "a" * 1_000_000
     begin, ids = threading.Event(), []
 
     def encode() -> None:

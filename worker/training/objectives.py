@@ -105,8 +105,8 @@ def huginn_loss(
     The published loss: the cross-entropy of the last state, through the coda, with the final answer. The loss of
     the steps: every tracked state, read by the head alone, is to hold the answer after r - 1 look-ups: the name that
     is asked for after step 1, what it points at after step 2. Without the second, the first look-up is learned in the
-    coda, where it cannot be repeated, the second has not appeared after 3,000 batches, and the third is lost again at
-    random loop counts. Without its step 1, whether the second appears is a matter of luck.
+    coda, where it cannot be repeated, and the second has not appeared after 3,000 batches; without it at random loop
+    counts, the third is lost again.
 
     Args:
         model: the model.
