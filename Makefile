@@ -24,8 +24,8 @@ test: lint
 
 # Software that nobody here wrote; installs a virtual environment and Debian packages of its own.
 test-clients: setup
-	tests_clients/install.sh
-	$(PY) -m pytest tests_clients
+	tests/clients/install.sh
+	$(PY) -m pytest tests/clients
 
 demo: setup
 	$(PY) -m depthbatch generate demo

@@ -1,5 +1,5 @@
 """``python -m depthbatch`` is the ``depthbatch`` console script."""
 
-from depthbatch.deploy.cli import main
+from depthbatch.deploy.cli.main import main
 
 raise SystemExit(main())

@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tqdm import tqdm
+
 from depthbatch.benchmarks.record import write_json
 from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
-from depthbatch.worker.training.data import Example, heldout
-from tqdm import tqdm
+from depthbatch.training.data import Example, heldout
 
 if TYPE_CHECKING:
     from depthbatch.frontend.llm import LLM
@@ -204,7 +205,7 @@ def ask(
 def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> Report:
     """The report under the keys of interfaces.md. One engine for gates and fixed depths, one for every other
     (layout, loops). Raises ConfigError, ModelError, RequestError, EngineDeadError."""
-    from depthbatch.worker.loader import read_spec
+    from depthbatch.worker.models.loader import read_spec
 
     layouts = read_spec(config.model, config.dtype, config.load_format, config.max_loops).layouts
     with tqdm(unit="req", file=sys.stderr, mininterval=1.0, desc="answers") as bar:

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
 from depthbatch.common.errors import ConfigError
 
 

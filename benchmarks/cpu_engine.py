@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.plain_loop import PlainLoop, Shape
 from depthbatch.benchmarks.record import print_table

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from depthbatch.benchmarks.cpu_engine import SHAPE, make_workload
 from depthbatch.benchmarks.throughput import PolicyChoice
 from depthbatch.common.config import FIELD_NAMES, EngineConfig

@@ -7,7 +7,7 @@ embedding is a lookup and costs nothing unless it is the output head as well.
 from math import prod
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.profile import StageFlops
+from depthbatch.worker.device_profile import StageFlops
 
 SIMULATED = "simulated:"
 _CORE_PREFIXES = ("model.layers.", "transformer.core_block.", "transformer.adapter.")
@@ -22,7 +22,7 @@ def stage_flops(config: EngineConfig) -> StageFlops:
         from depthbatch.worker.simulated import find_profile
 
         return find_profile(config.device.removeprefix(SIMULATED)).flops
-    from depthbatch.worker.loader import open_model_dir
+    from depthbatch.worker.models.loader import open_model_dir
 
     model_dir = open_model_dir(config.model, config.load_format)
     return count_flops(model_dir.family.tensors(model_dir.config).required)

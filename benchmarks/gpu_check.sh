@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in under 8 minutes, without network: gpu_check.py says what.
+# Everything that only a GPU can show, in under 8 minutes, without network: gpu/check.py says what.
 #
 #   WHEELS=dir OUTPUT=gpu_check.json benchmarks/gpu_check.sh            on a machine with a GPU and torch
 #   benchmarks/gpu_check.sh --dry-run-cpu                              the same code, tiny, on the CPU
@@ -25,4 +25,4 @@ fi
 mkdir "$work/path"
 ln -s "$root" "$work/path/depthbatch" # the package without installing it
 export PYTHONPATH="$work/path${PYTHONPATH:+:$PYTHONPATH}"
-"$python" -m depthbatch.benchmarks.gpu_check --output "${OUTPUT:-gpu_check.json}" "$@"
+"$python" -m depthbatch.benchmarks.gpu.check --output "${OUTPUT:-gpu_check.json}" "$@"

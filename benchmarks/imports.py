@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from depthbatch.benchmarks.workloads import IntArray, within_limits
 from depthbatch.common.errors import ConfigError
 

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
+
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.record import write_json
 from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
-from depthbatch.common.profile import CoreCost, DeviceProfile, LinearCost
-from tqdm import tqdm
+from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost
 
 if TYPE_CHECKING:
     from depthbatch.frontend.llm import LLM

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from depthbatch.benchmarks import sustained
 from depthbatch.benchmarks.figures import draw, import_pyplot
 from depthbatch.benchmarks.sources import load_workload
 from depthbatch.benchmarks.sweep import read_sweep, run_settings
 from depthbatch.benchmarks.workloads import HUGINN_EXITS, HUGINN_WIDE, LENGTH_LAWS, OURO_EXITS
 from depthbatch.common.frames import Stage
-from depthbatch.common.profile import DeviceProfile
+from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile
 
 HERE = Path(__file__).resolve().parent
@@ -49,7 +50,7 @@ def main() -> int:
 _HEAD = """# Ours against the paper's figures
 
 Made by `python -m depthbatch.benchmarks.paper_report`. Virtual time on the shipped device profiles (estimates of an H100, see
-`benchmarks/profiles/`), generated workloads and exit distributions (estimates, see `benchmarks/workloads.py`): ratios
+`worker/profiles/`), generated workloads and exit distributions (estimates, see `benchmarks/workloads.py`): ratios
 can be compared, absolute times not. Default K: 1 for Ouro, W/4 for Huginn. `auto` is ours alone.
 
 Known differences: at full depth virtual time has no message costs, so CDB equals CB where the paper has 0.95 to 0.99; the

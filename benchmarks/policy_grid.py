@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from depthbatch.benchmarks.simulate import Run, simulate
 from depthbatch.benchmarks.sources import load_workload
 from depthbatch.benchmarks.trace import virtual_engine
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.benchmarks.workloads import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.profile import CoreCost, DeviceProfile, LinearCost, StageFlops, read_profile
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops, read_profile
 
-PROFILES = Path(__file__).resolve().parent / "profiles"
+PROFILES = Path(__file__).resolve().parent.parent / "worker" / "profiles"
 WIDTHS = (8, 16, 32, 64, 128, 256)
 WORKLOADS = ("alpaca", "sharegpt", "arxiv")
 SHARES_OF_W = (1 / 4, 1 / 2, 3 / 4, 7 / 8)  # K, besides 1; K = W differs from no-refill by its tail only

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from depthbatch.common.frames import Stage
-from depthbatch.common.profile import StageFlops
+from depthbatch.worker.device_profile import StageFlops
 
 Stats = Mapping[str, float]
 STAGES = tuple(stage.label for stage in Stage)

@@ -9,10 +9,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import FIELD_NAMES, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
-from tqdm import tqdm
 
 
 def add_record_exits_arguments(parser: argparse.ArgumentParser) -> None:

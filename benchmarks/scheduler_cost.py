@@ -14,6 +14,7 @@ from collections import deque
 from itertools import cycle
 
 import numpy as np
+
 from depthbatch.benchmarks.trace import blank_result, virtual_engine
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import ASYNC_MODES, EngineConfig

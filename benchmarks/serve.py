@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import zmq
+from tqdm import tqdm
+
 from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.http_stream import Endpoint, Piece, ServerError
 from depthbatch.benchmarks.record import write_json
@@ -23,7 +25,6 @@ from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.benchmarks.zmq_stream import NativeClient
 from depthbatch.common.errors import ConfigError
-from tqdm import tqdm
 
 _CONNECT_ERRORS = (OSError, ServerError, asyncio.IncompleteReadError, json.JSONDecodeError)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from depthbatch.common.errors import ConfigError
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")

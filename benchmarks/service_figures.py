@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import numpy as np
+
 from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.http_stream import Endpoint
 from depthbatch.benchmarks.record import write_json

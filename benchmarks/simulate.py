@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
+
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
 from depthbatch.benchmarks.trace import blank_result, virtual_engine
 from depthbatch.benchmarks.workload import Workload
@@ -22,12 +24,11 @@ from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineCo
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_POSITION, Stage
 from depthbatch.common.messages import StageResult
-from depthbatch.common.profile import DeviceProfile
 from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile
-from tqdm import tqdm
 
 _LABELS = tuple(stage.label for stage in Stage)
 

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import zmq
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import (

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+
 from depthbatch.benchmarks.imports import (
     CountTokens,
     Pair,

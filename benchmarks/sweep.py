@@ -34,6 +34,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from tqdm import tqdm
+
 from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.simulate import Run, report, simulate
 from depthbatch.benchmarks.sources import load_workload
@@ -43,10 +45,9 @@ from depthbatch.benchmarks.workload import Workload
 from depthbatch.benchmarks.workloads import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.profile import DeviceProfile, LinearCost
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.worker.device_profile import DeviceProfile, LinearCost
 from depthbatch.worker.simulated import find_profile
-from tqdm import tqdm
 
 RUNNERS = ("simulate", "throughput")
 AXES: dict[str, Any] = {  # name -> value when the file does not give the axis

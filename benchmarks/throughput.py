@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.record import Record, Setting, make_record, print_table, write_json
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
@@ -17,8 +19,7 @@ from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.messages import EngineInfo
-from depthbatch.common.profile import StageFlops
-from tqdm import tqdm
+from depthbatch.worker.device_profile import StageFlops
 
 BASELINE = "cb"
 _SET_HERE = {
@@ -143,7 +144,7 @@ def _limits(config: EngineConfig) -> _Limits:
 
         profile = find_profile(config.device.removeprefix("simulated:"))
         return _Limits(config.max_loops or profile.r_max, config.max_model_len or MAX_POSITIONS)
-    from depthbatch.worker.loader import read_spec
+    from depthbatch.worker.models.loader import read_spec
 
     spec = read_spec(config.model, config.dtype, config.load_format, config.max_loops)
     return _Limits(spec.r_max, config.max_model_len or spec.max_positions)

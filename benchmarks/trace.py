@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import ASYNC_MODES, FIELD_NAMES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
+
 from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.figures import import_pyplot
 from depthbatch.benchmarks.simulate import Run, simulate
@@ -23,10 +25,9 @@ from depthbatch.benchmarks.trace import virtual_engine
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.benchmarks.workloads import HUGINN_EXITS, OURO_EXITS
 from depthbatch.common.config import OBJECTIVES, EngineConfig
-from depthbatch.common.profile import DeviceProfile
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile
-from tqdm import tqdm
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).resolve().parent / "results" / "tradeoff"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from depthbatch.common.errors import ConfigError
 
 IntArray = npt.NDArray[np.int64]

@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 import zmq
 import zmq.asyncio
+
 from depthbatch.benchmarks.http_stream import Piece, ServerError
 from depthbatch.benchmarks.workload import WorkloadRequest
 

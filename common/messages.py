@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 
 import msgspec
+
 from depthbatch.common.errors import DecodeError
 from depthbatch.common.gates import Gate
 

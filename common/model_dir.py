@@ -4,7 +4,7 @@ from pathlib import Path
 
 from depthbatch.common.errors import ModelError
 
-DEMO_DIR = Path(__file__).resolve().parent.parent / "worker" / "demo"
+DEMO_DIR = Path(__file__).resolve().parent.parent / "training" / "demo"
 _DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import zmq
+
 from depthbatch.common.errors import ConfigError, DecodeError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import Message, MessageDecoder, encode

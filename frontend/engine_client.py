@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import zmq
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, EngineDeadError, RequestError
 from depthbatch.common.frames import score_fields
@@ -46,9 +47,9 @@ from depthbatch.common.messages import (
 from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, RunDir
 from depthbatch.frontend.attach import AttachedProcess, AttachedProcesses, ForeignRunDir
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
-from depthbatch.frontend.launch import Child, Launcher
 from depthbatch.frontend.output import Update
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
+from depthbatch.frontend.processes import Child, Launcher
 
 FATAL_GRACE_S = 0.3  # a dying worker's last words come through the scheduler
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means that restarting does not help

@@ -122,8 +122,9 @@ def out_of_time(name: str) -> RequestError:
 
 
 def _compile(grammar: str) -> str:
-    from depthbatch.worker.grammar import LIMITS
     from llguidance import LLMatcher
+
+    from depthbatch.worker.sampling.grammar_matchers import LIMITS
 
     return _first_line(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
 

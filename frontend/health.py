@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from depthbatch.common.messages import SchedulerHeartbeat
 from depthbatch.frontend.attach import AttachedProcesses
-from depthbatch.frontend.launch import Launcher
+from depthbatch.frontend.processes import Launcher
 
 SILENCE_S = 5.0  # a living scheduler without a heartbeat for this long is stuck
 

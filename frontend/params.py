@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate

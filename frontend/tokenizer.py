@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+
 from depthbatch.common.errors import ModelError, RequestError
 from depthbatch.frontend.chat_template import ChatTemplate
 from depthbatch.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from tokenizers import Tokenizer as Backend
 
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # kinds that have to be converted
 

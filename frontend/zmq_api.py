@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import zmq
+
 from depthbatch.common.errors import DecodeError, DepthbatchError, RequestError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.transport import Received, Router

@@ -5,11 +5,12 @@ prefilled again.
 """
 
 import numpy as np
+
 from depthbatch.common.frames import Int32Array
 from depthbatch.scheduler.blocks import BlockPool, SlotPool
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.extras import PrefillChunk
-from depthbatch.scheduler.policies import PrefillLimit
+from depthbatch.scheduler.policy.fixed import PrefillLimit
 from depthbatch.scheduler.prefix_cache import PrefixCache, PrefixCachingPool
 from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import Request, State, WaitingQueue

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+
 from depthbatch.common.frames import (
     ROW_AUX,
     ROW_FIELDS,

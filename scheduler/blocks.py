@@ -5,6 +5,7 @@ as soon as the last stage that touches it has been dispatched.
 """
 
 import numpy as np
+
 from depthbatch.common.frames import Int32Array
 
 

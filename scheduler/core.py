@@ -8,23 +8,24 @@ from collections.abc import Iterable
 from itertools import islice, repeat
 
 import numpy as np
+
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.messages import Rejected, StageBatch, StageExtra, StageResult, Submit, TokenEvent, Variant
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.assembly import ScheduledStage, decode_frame, prefill_frame, slot_param_frame
-from depthbatch.scheduler.choice import make_policy
 from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.extras import Targets, coda_variant, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
-from depthbatch.scheduler.policies import Move, Policy
+from depthbatch.scheduler.policy.fixed import Move, Policy
+from depthbatch.scheduler.policy.make import make_policy
+from depthbatch.scheduler.policy.view import LiveView
 from depthbatch.scheduler.rebuild import cuts_to_remember, feed_known_tokens, start_decode
 from depthbatch.scheduler.requests import Request, State
 from depthbatch.scheduler.rows import DECODE, EXITED, READY, SlotArray
 from depthbatch.scheduler.selfcheck import check_idle, check_ownership
 from depthbatch.scheduler.validation import make_request
-from depthbatch.scheduler.view import LiveView
 
 
 class Scheduler:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 import numpy as np
+
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import StageResult
 from depthbatch.scheduler.requests import Request

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+
 from depthbatch.common.frames import ADJUSTMENT_FIELDS, TARGET_FIELDS, Int32Array
 from depthbatch.common.messages import GrammarStart, RequestParams, StageExtra, Variant
 from depthbatch.scheduler.rebuild import chunk_depths, token_after_prefill

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 import numpy as np
+
 from depthbatch.common.frames import Int32Array
 from depthbatch.scheduler.blocks import BlockPool
 from depthbatch.scheduler.requests import Request

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import zmq
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError
 from depthbatch.common.garbage import rarely_collect

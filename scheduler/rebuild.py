@@ -16,6 +16,7 @@ Either way the last token enters as an ordinary row: its depth is its gate's to 
 """
 
 import numpy as np
+
 from depthbatch.common.frames import KNOWN_TOKEN_FIELDS
 from depthbatch.common.messages import StageExtra
 from depthbatch.scheduler.requests import Request

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
+
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.gates import Gate
 from depthbatch.scheduler.requests import Request

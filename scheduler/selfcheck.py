@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from depthbatch.scheduler.requests import Request, State
 from depthbatch.scheduler.rows import FREE, PREFILLING
 

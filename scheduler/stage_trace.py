@@ -5,6 +5,7 @@ import json
 from typing import Any, TextIO
 
 import numpy as np
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_AUX, Stage
 from depthbatch.common.logging import get_logger

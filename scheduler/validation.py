@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import MAX_ADJUSTMENTS
 from depthbatch.common.gates import Gate

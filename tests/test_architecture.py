@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("common", "scheduler", "worker", "frontend", "deploy", "benchmarks")
+PACKAGES = ("common", "scheduler", "worker", "frontend", "deploy", "training", "benchmarks")
 MAY_IMPORT = {  # common <- scheduler, worker <- frontend <- deploy, benchmarks
     "common": {"common"},
     "scheduler": {"common", "scheduler"},
     "worker": {"common", "worker"},
     "frontend": {"common", "scheduler", "worker", "frontend"},
     "deploy": set(PACKAGES),
+    "training": {"common", "worker", "training"},
     "benchmarks": set(PACKAGES),
 }
 LINE_LIMIT = 520
@@ -71,7 +72,7 @@ def test_nothing_is_unpickled() -> None:
 def test_arrows_are_seen() -> None:
     """The test above would pass on anything if it found no imports at all."""
     assert "common" in set(imported_packages(ROOT / "scheduler" / "process.py"))
-    assert "worker" in set(imported_packages(ROOT / "deploy" / "info.py"))  # inside a function
+    assert "worker" in set(imported_packages(ROOT / "deploy" / "cli" / "info.py"))  # inside a function
 
 
 def run_python(code: str) -> "subprocess.CompletedProcess[str]":
@@ -83,7 +84,7 @@ def run_python(code: str) -> "subprocess.CompletedProcess[str]":
     [
         ("depthbatch.scheduler.process", ("torch", "transformers", "tokenizers")),
         ("depthbatch.frontend.llm", ("torch", "transformers")),
-        ("depthbatch.deploy.cli", ("torch", "transformers", "numpy", "zmq")),
+        ("depthbatch.deploy.cli.main", ("torch", "transformers", "numpy", "zmq")),
     ],
 )
 def test_heavy_imports_stay_out(module: str, forbidden: tuple[str, ...]) -> None:
@@ -97,7 +98,7 @@ def test_help_starts_without_torch() -> None:
     """Also with a benchmark's or a training command's own arguments listed by name."""
     code = (
         "import sys; sys.argv = ['depthbatch', '--help']\n"
-        "from depthbatch.deploy.cli import main\n"
+        "from depthbatch.deploy.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
     )

@@ -21,7 +21,7 @@ def one_line(text: str) -> str:
 def quotations() -> dict[str, str]:
     """Docstring of every test function, by file and name."""
     found = {}
-    for folder in ("tests", "tests_clients"):
+    for folder in ("tests", "tests/clients"):
         for path in sorted((ROOT / folder).rglob("test_*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("common", "scheduler", "worker", "frontend", "deploy", "benchmarks")
+PACKAGES = ("common", "scheduler", "worker", "frontend", "deploy", "training", "benchmarks")
 BEGIN, END = "<!-- module map: begin -->", "<!-- module map: end -->"
 
 

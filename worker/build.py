@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
@@ -16,23 +17,23 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.worker.accelerator import CudaAccelerator
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
-from depthbatch.worker.buckets import bucket_sizes, uncaptured_sizes
-from depthbatch.worker.buffers import DecodeBuffers
-from depthbatch.worker.checks import StageLimits
 from depthbatch.worker.device import free_memory, resolve_device, set_threads
-from depthbatch.worker.grammar import load_grammars
-from depthbatch.worker.loader import load_model
 from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
-from depthbatch.worker.overlapped import OverlappedRunner
-from depthbatch.worker.prefill_input import PrefillInput
-from depthbatch.worker.runner import Runner
-from depthbatch.worker.scores import num_likeliest
+from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.runner.accelerator import CudaAccelerator
+from depthbatch.worker.runner.buckets import bucket_sizes, uncaptured_sizes
+from depthbatch.worker.runner.buffers import DecodeBuffers
+from depthbatch.worker.runner.checks import StageLimits
+from depthbatch.worker.runner.overlapped import OverlappedRunner
+from depthbatch.worker.runner.plain import Runner
+from depthbatch.worker.runner.prefill_input import PrefillInput
+from depthbatch.worker.runner.stages import Sampler, Stages
+from depthbatch.worker.sampling.grammar_matchers import load_grammars
+from depthbatch.worker.sampling.logprobs import num_likeliest
 from depthbatch.worker.slots import SlotState
-from depthbatch.worker.stages import Sampler, Stages
 
 WARM_UP_TOKENS = 4
 log = get_logger("worker")

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import torch
+
 from depthbatch.common.errors import ConfigError
 
 CGROUP = Path("/sys/fs/cgroup")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DecodeError, DepthbatchError
 from depthbatch.common.frames import Int32Array
@@ -31,9 +32,9 @@ from depthbatch.common.messages import (
     WorkerReady,
 )
 from depthbatch.common.transport import WORKER_ENDPOINT, Dealer, Received, endpoint
-from depthbatch.worker.checks import StageError
 from depthbatch.worker.idle import IdleClock
-from depthbatch.worker.stage_io import InFlight, StageDone, StageRunner
+from depthbatch.worker.runner.checks import StageError
+from depthbatch.worker.runner.stage_io import InFlight, StageDone, StageRunner
 
 HEARTBEAT_S = 0.5
 SPIN_S = 100e-6  # the kernel may wake us this late; the rest of a wait is spun

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import (
@@ -27,13 +28,13 @@ from depthbatch.common.frames import (
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, StageBatch, Variant
-from depthbatch.common.profile import DeviceProfile, read_profile
-from depthbatch.worker.buckets import bucket_sizes
-from depthbatch.worker.checks import StageLimits, check_stage
-from depthbatch.worker.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
+from depthbatch.worker.device_profile import DeviceProfile, read_profile
+from depthbatch.worker.runner.buckets import bucket_sizes
+from depthbatch.worker.runner.checks import StageLimits, check_stage
+from depthbatch.worker.runner.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
 
 PREFIX = "simulated:"
-SHIPPED_PROFILES = Path(__file__).resolve().parent.parent / "benchmarks" / "profiles"
+SHIPPED_PROFILES = Path(__file__).resolve().parent / "profiles"
 BLOCK_SIZE = 16
 MAX_POSITIONS = 65536
 _PR_SET_TIMERSLACK = 29

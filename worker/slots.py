@@ -5,11 +5,12 @@ queues, or of where a sequence is: positions and loops arrive with every row.
 """
 
 import torch
+from torch import Tensor
+
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
 from depthbatch.worker.models.interface import ModelSpec, WorkItem
-from depthbatch.worker.shaping import Shaping
-from depthbatch.worker.slot_params import SlotParams, split_params
-from torch import Tensor
+from depthbatch.worker.sampling.logits_processors import Shaping
+from depthbatch.worker.sampling.slot_params import SlotParams, split_params
 
 
 class SlotState:
@@ -24,7 +25,7 @@ class SlotState:
         cumulated   .      c      c          c          fp32  [S+1]      p_1 + .. + p_t of the token in the core
         params      .      p      p          p          int32 [S+1, SLOT_PARAM_FIELDS]
         block_table .      b      b          b          int32 [S+1, max_blocks]   logical blocks
-        shaping     counts, penalties' and grammars' tables: worker/shaping.py
+        shaping     counts, penalties' and grammars' tables: worker/sampling/logits_processors.py
     """
 
     def __init__(self, num_slots: int, max_blocks: int, spec: ModelSpec, device: torch.device) -> None:

@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
 import msgspec
-from depthbatch.frontend.http.errors import as_api_error
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from depthbatch.frontend.http.errors import as_api_error
 
 T = TypeVar("T")
 

@@ -2,14 +2,15 @@
 
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+
 from depthbatch import __version__
 from depthbatch.frontend.http import chat, completions, operations
 from depthbatch.frontend.http.docs_page import docs_page
 from depthbatch.frontend.http.edge import Edge
 from depthbatch.frontend.http.errors import install_handlers
 from depthbatch.frontend.http.service import Service
-from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
 
 
 def create_app(service: Service, probe: operations.Probe) -> FastAPI:

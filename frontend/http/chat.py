@@ -3,13 +3,14 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
 from depthbatch.frontend.http.answers import EventStream, answer, event
 from depthbatch.frontend.http.errors import ApiError
 from depthbatch.frontend.http.generation import Job, Tally
 from depthbatch.frontend.http.schemas import ChatAnswer, ChatRequest
 from depthbatch.frontend.http.service import Service, documented
-from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 
 def routes(service: Service) -> APIRouter:

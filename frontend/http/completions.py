@@ -3,13 +3,14 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
 from depthbatch.frontend.http.answers import EventStream, answer, event
 from depthbatch.frontend.http.errors import bad_value
 from depthbatch.frontend.http.generation import Job, Piece, Tally
 from depthbatch.frontend.http.schemas import CompletionAnswer, CompletionRequest
 from depthbatch.frontend.http.service import Service, documented
-from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 DEFAULT_MAX_TOKENS = 16
 

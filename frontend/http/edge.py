@@ -2,9 +2,10 @@
 
 import hmac
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from depthbatch.frontend.http.errors import ApiError
 from depthbatch.frontend.http.turnstile import Turnstile
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # what probes and scrapers read without a key; everything that names or runs a model needs one
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})

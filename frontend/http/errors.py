@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from depthbatch.common.errors import EngineDeadError, RequestError
-from depthbatch.common.logging import get_logger
-from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
-from depthbatch.frontend.params import ContextLengthError, complaint, shown
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+
+from depthbatch.common.errors import EngineDeadError, RequestError
+from depthbatch.common.logging import get_logger
+from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
+from depthbatch.frontend.params import ContextLengthError, complaint, shown
 
 log = get_logger("http")
 

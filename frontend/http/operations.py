@@ -2,6 +2,10 @@
 
 from typing import Any, Protocol
 
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.responses import Response
+
 from depthbatch import __version__
 from depthbatch.frontend.http.answers import json_answer
 from depthbatch.frontend.http.errors import bad_value
@@ -20,9 +24,6 @@ from depthbatch.frontend.http.schemas import (
 )
 from depthbatch.frontend.http.service import Service, documented
 from depthbatch.frontend.http.unsupported import check_extras
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.responses import Response
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -3,12 +3,13 @@
 import asyncio
 from dataclasses import asdict
 
+from prometheus_client import generate_latest
+
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.http.schemas import HealthAnswer, ProcessHealth
 from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.process_metrics import process_metrics_text
-from prometheus_client import generate_latest
 
 STATS_WAIT_S = 0.5  # a scheduler that does not answer in time is reported with the numbers it gave last
 

@@ -7,6 +7,9 @@ from socket import socket
 from typing import Any
 
 import uvloop
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from depthbatch.common.errors import DepthbatchError
 from depthbatch.common.garbage import rarely_collect
 from depthbatch.common.logging import get_logger
@@ -21,8 +24,6 @@ from depthbatch.frontend.http.service import Service
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.zmq_api import ZmqApi
-from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = get_logger("http")
 

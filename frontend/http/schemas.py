@@ -4,6 +4,8 @@ a request may be is in frontend.params.
 
 from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
 from depthbatch.common.gates import GATE_BY_LABEL
 from depthbatch.frontend.params import (
     INT32_MAX,
@@ -16,7 +18,6 @@ from depthbatch.frontend.params import (
     RANGES,
     Range,
 )
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MAX_N = 128
 MAX_PROMPTS = 1024

@@ -10,14 +10,15 @@ from collections.abc import Coroutine, Iterator
 
 import httptools
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.background import OnFailure, background, failure_of
 from depthbatch.frontend.http.errors import ApiError
 from depthbatch.frontend.http.service import Service
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 log = get_logger("http")
 

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from depthbatch.common.errors import RequestError
 from depthbatch.frontend.http.admission import Admission
 from depthbatch.frontend.http.choice import Choice
@@ -20,7 +22,6 @@ from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.http.unsupported import check_extras
 from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.params import SEED_MASK, SamplingParams, check_length, check_token_ids
-from pydantic import BaseModel
 
 GenerationRequest = CompletionRequest | ChatRequest
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks import accuracy
 from depthbatch.benchmarks.accuracy import FULL_DEPTH, Setting, ask, depth_report, gate_settings, layout_runs, tables
 from depthbatch.common.config import EngineConfig
@@ -15,11 +16,11 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.deploy.cli import OneLineParser
+from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.frontend.llm import Progress
 from depthbatch.frontend.output import RequestOutput
 from depthbatch.frontend.params import SamplingParams
-from depthbatch.worker.training.data import Example, heldout
+from depthbatch.training.data import Example, heldout
 
 NEEDS = {"easy": 1, "middle": 2, "hard": 4}  # loops after which the made-up model knows the answer
 EXAMPLES = [Example(f"{name}{i}=", "7", name) for i in range(5) for name in NEEDS]
@@ -164,8 +165,8 @@ def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.Mo
 
 def reference_accuracy(count: int) -> float:
     """Full-depth exact match of the shipped model, by whole-sequence forwards."""
-    from depthbatch.worker.training import evaluate
-    from depthbatch.worker.training.checkpoints import load_ouro
+    from depthbatch.training import evaluate
+    from depthbatch.training.checkpoints import load_ouro
 
     trace = evaluate.trace_ouro(load_ouro(resolve_model_dir(EngineConfig().model)), heldout(0, count))
     return pytest.approx(evaluate.score(trace, evaluate.fixed_depth(trace, trace.right.shape[0])).accuracy)  # type: ignore[return-value]

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks import imports
 from depthbatch.common.errors import ConfigError
 

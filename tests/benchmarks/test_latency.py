@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from depthbatch.benchmarks.latency import Point, Sample, add_latency_arguments, fit_linear, fit_steps, run_latency
-from depthbatch.common.errors import ConfigError
-from depthbatch.common.profile import read_profile
-from depthbatch.deploy.cli import OneLineParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from depthbatch.benchmarks.latency import Point, Sample, add_latency_arguments, fit_linear, fit_steps, run_latency
+from depthbatch.common.errors import ConfigError
+from depthbatch.deploy.cli.main import OneLineParser
+from depthbatch.worker.device_profile import read_profile
 
 
 @given(

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks.record_exits import add_record_exits_arguments, run_record_exits
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.errors import ConfigError
-from depthbatch.deploy.cli import OneLineParser
+from depthbatch.deploy.cli.main import OneLineParser
 
 MODEL = str(Path(__file__).resolve().parent.parent / "data" / "fidelity" / "ouro-tiny")
 REQUESTS = [{"prompt_tokens": [5, 6, 7, 8], "output_tokens": 6}, {"prompt_tokens": 9, "output_tokens": 1}]

@@ -11,6 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+
 from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.http_stream import Endpoint
 from depthbatch.benchmarks.serve import OpenAIClient, add_serve_arguments, run_serve, send_all
@@ -18,7 +19,7 @@ from depthbatch.benchmarks.serve_metrics import RequestTimes, parse_goodput, sum
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.benchmarks.zmq_stream import NativeClient
 from depthbatch.common.errors import ConfigError
-from depthbatch.deploy.cli import OneLineParser
+from depthbatch.deploy.cli.main import OneLineParser
 
 # --- arrivals
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks import service_figures
 from depthbatch.common.errors import EngineDeadError
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from depthbatch.benchmarks import workloads
 from depthbatch.benchmarks.sources import default_exits, load_workload, parse_exits, with_exits
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest

@@ -1,6 +1,7 @@
 """Rates at equal p99: the one figure by which policies are compared online."""
 
 import pytest
+
 from depthbatch.benchmarks.sustained import compare, sustained_rate
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks import sweep as module
 from depthbatch.benchmarks.paper_report import claims_table
 from depthbatch.benchmarks.policy_grid import exit_distributions, find_profiles, random_profile, run_grid, summary
@@ -16,7 +17,7 @@ from depthbatch.benchmarks.sweep import (
     with_boundary_layers,
 )
 from depthbatch.common.errors import ConfigError
-from depthbatch.deploy.cli import OneLineParser
+from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.simulated import find_profile
 
 PAPER = Path(module.__file__).resolve().parent / "paper"

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks.flops import count_flops
 from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
 from depthbatch.benchmarks.throughput import PolicyChoice, add_throughput_arguments, fitting, run_throughput
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.profile import StageFlops
-from depthbatch.deploy.cli import OneLineParser
+from depthbatch.deploy.cli.main import OneLineParser
+from depthbatch.worker.device_profile import StageFlops
 
 FLOPS = StageFlops(core=3.0, boundary=2.0)
 

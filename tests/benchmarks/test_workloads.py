@@ -3,10 +3,11 @@ mean below a third of its tolerance, and every seed must pass."""
 
 import numpy as np
 import pytest
-from depthbatch.benchmarks import workloads
-from depthbatch.common.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from depthbatch.benchmarks import workloads
+from depthbatch.common.errors import ConfigError
 
 # workload: mean prompt, mean output, prompt p99 (Appendix C.1)
 PAPER = {"sharegpt": (267, 311, 3264), "alpaca": (18, 60, 75), "arxiv": (6989, 370, None)}

@@ -1,7 +1,8 @@
 """Times of events, which CUDA tells as float32 milliseconds from another event."""
 
 import numpy as np
-from depthbatch.worker.accelerator import EventClock
+
+from depthbatch.worker.runner.accelerator import EventClock
 
 
 def test_a_day_of_events_keeps_microseconds() -> None:

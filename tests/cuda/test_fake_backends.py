@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton_twin
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
 from depthbatch.common.frames import MAX_LOGPROBS, score_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention import paged, triton_decode
@@ -23,17 +24,17 @@ from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAtte
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from depthbatch.worker.buffers import DecodeBuffers
-from depthbatch.worker.linear import BlockedProduct, PackedProduct
-from depthbatch.worker.loader import load_model
-from depthbatch.worker.overlapped import OverlappedRunner, forms_of
-from depthbatch.worker.piecewise import PiecewisePrefill
-from depthbatch.worker.prefill_input import PrefillInput
+from depthbatch.worker.layers.linear import BlockedProduct, PackedProduct
+from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.runner.buffers import DecodeBuffers
+from depthbatch.worker.runner.overlapped import OverlappedRunner, forms_of
+from depthbatch.worker.runner.prefill_graphs import PiecewisePrefill
+from depthbatch.worker.runner.prefill_input import PrefillInput
+from depthbatch.worker.runner.stages import PrefillAttention, Sampler, Stages
 from depthbatch.worker.slots import SlotState
-from depthbatch.worker.stages import PrefillAttention, Sampler, Stages
-from fake_cuda import fake_cuda
-from flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from fakes import triton_twin
+from fakes.fake_cuda import fake_cuda
+from fakes.flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
 
 CUDA = torch.device("cuda")
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"

@@ -9,26 +9,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from depthbatch.worker import ops_triton
-from depthbatch.worker.accelerator import CudaAccelerator, Lane
 from depthbatch.worker.attention.flash_library import find_flash_library
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from depthbatch.worker.buffers import DecodeBuffers
 from depthbatch.worker.build import assemble
-from depthbatch.worker.loader import load_model
-from depthbatch.worker.ops_choice import small_ops
-from depthbatch.worker.overlapped import OverlappedRunner
-from depthbatch.worker.prefill_input import PrefillInput
-from depthbatch.worker.stages import PrefillAttention, Sampler
-from overlapped_serving import configure, requests, serve
-from paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
-from small_op_cases import cases
+from depthbatch.worker.layers import ops_triton
+from depthbatch.worker.layers.ops_choice import small_ops
+from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.runner.accelerator import CudaAccelerator, Lane
+from depthbatch.worker.runner.buffers import DecodeBuffers
+from depthbatch.worker.runner.overlapped import OverlappedRunner
+from depthbatch.worker.runner.prefill_input import PrefillInput
+from depthbatch.worker.runner.stages import PrefillAttention, Sampler
+from fakes.overlapped_serving import configure, requests, serve
+from fakes.paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
+from fakes.small_op_cases import cases
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from depthbatch.benchmarks import gpu_check, gpu_sections
-from depthbatch.benchmarks.gpu_check import Report, Section, check
-from depthbatch.benchmarks.gpu_sections import Setup
-from depthbatch.worker.buckets import bucket_sizes, power_of_two_sizes
+
+from depthbatch.benchmarks.gpu import check as gpu_check
+from depthbatch.benchmarks.gpu import sections as gpu_sections
+from depthbatch.benchmarks.gpu.check import Report, Section, check
+from depthbatch.benchmarks.gpu.sections import Setup
+from depthbatch.worker.runner.buckets import bucket_sizes, power_of_two_sizes
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -7,19 +7,20 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
-from adverse_accelerator import AdverseAccelerator
+
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import StageBatch, StageExtra
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from depthbatch.worker.accelerator import Lane
 from depthbatch.worker.build import assemble
-from depthbatch.worker.completions import CompletionWatch
 from depthbatch.worker.device import resolve_device
-from depthbatch.worker.loader import load_model
-from depthbatch.worker.overlapped import OverlappedRunner
-from overlapped_serving import configure, requests, serve
+from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.runner.accelerator import Lane
+from depthbatch.worker.runner.completions import CompletionWatch
+from depthbatch.worker.runner.overlapped import OverlappedRunner
+from fakes.adverse_accelerator import AdverseAccelerator
+from fakes.overlapped_serving import configure, requests, serve
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
-from paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
+from fakes.flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
+from fakes.paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 
 
 def flash2(geometry: CacheGeometry) -> AttentionBackend:

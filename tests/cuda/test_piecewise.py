@@ -10,24 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import triton_twin
+
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from depthbatch.worker import ops, sampling
 from depthbatch.worker.attention import triton_decode
 from depthbatch.worker.attention.paged import TritonAttention
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import resolve_device
-from depthbatch.worker.kernels.library import MODE_VARIABLE, cpu_kernels
-from depthbatch.worker.loader import load_model
-from depthbatch.worker.overlapped import OverlappedRunner
-from depthbatch.worker.piecewise import TOKEN_COUNTS, PiecewisePrefill, token_counts
-from depthbatch.worker.prefill_input import PrefillInput
-from depthbatch.worker.stages import Sampler
-from overlapped_serving import configure, requests, serve
-from tape_accelerator import TapeAccelerator
+from depthbatch.worker.layers import ops
+from depthbatch.worker.layers.cpu.library import MODE_VARIABLE, cpu_kernels
+from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.runner.overlapped import OverlappedRunner
+from depthbatch.worker.runner.prefill_graphs import TOKEN_COUNTS, PiecewisePrefill, token_counts
+from depthbatch.worker.runner.prefill_input import PrefillInput
+from depthbatch.worker.runner.stages import Sampler
+from depthbatch.worker.sampling import sampler as sampling
+from fakes import triton_twin
+from fakes.overlapped_serving import configure, requests, serve
+from fakes.tape_accelerator import TapeAccelerator
 
 GREEDY = Sampler(False, False)
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention import select as selection
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3, FlashLibrary
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
+from fakes.flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
 
 FLASH2 = FlashAttention2(flash2_with_kvcache, flash2_varlen)
 FLASH3 = FlashAttention3(flash3_with_kvcache)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker import ops_choice, ops_torch
-from depthbatch.worker.ops_choice import small_ops
-from fake_cuda import fake_cuda
-from small_op_cases import cases
+from depthbatch.worker.layers import ops_choice, ops_torch
+from depthbatch.worker.layers.ops_choice import small_ops
+from fakes.fake_cuda import fake_cuda
+from fakes.small_op_cases import cases
 
 TESTS = Path(__file__).parent.parent
 
@@ -32,7 +33,7 @@ def test_where_triton_cannot_run_torch_does() -> None:
 
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton unless told otherwise; a mistyped mode is an error, not a default."""
-    for mode, wanted in (("auto", "depthbatch.worker.ops_triton"), ("torch", ops_torch.__name__)):
+    for mode, wanted in (("auto", "depthbatch.worker.layers.ops_triton"), ("torch", ops_torch.__name__)):
         monkeypatch.setenv(ops_choice.MODE_VARIABLE, mode)
         assert ops_choice._on_gpu.__wrapped__().__name__ == wanted  # type: ignore[attr-defined]
     monkeypatch.setenv(ops_choice.MODE_VARIABLE, "tritn")
@@ -45,7 +46,7 @@ def test_every_kernel_compiles_for_gpus(tmp_path: Path) -> None:
     shapes that interpreting does not see would stop a GPU worker at its first stage. In a process of its own, since this
     one interprets."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(TESTS / "compile_triton.py")]
+    command = [sys.executable, str(TESTS / "fakes" / "compile_triton.py")]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert len(ran.stdout.splitlines()) == 6 * 4

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+
 from depthbatch.common.errors import EngineDeadError
-from depthbatch.deploy.chat import RemoteModel, converse
-from depthbatch.deploy.cli import main
-from serving_fakes.process import free_port
-from serving_fakes.server import LiveServer
-from serving_fakes.tokenizer import byte_tokenizer
+from depthbatch.deploy.cli.chat import RemoteModel, converse
+from depthbatch.deploy.cli.main import main
+from fakes.chat_tokenizer import byte_tokenizer
+from fakes.http_server import LiveServer
+from fakes.serve_process import free_port
 
 FIGURES = re.compile(r"\[(\d+) tokens, [\d.]+ tokens/s, mean depth ([\d.]+)\]")
 

@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import yaml
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
 from depthbatch.frontend.health import EngineHealth, ProcessHealth
 from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.process_metrics import METRICS, process_metrics_text
 from depthbatch.scheduler.counters import Counters
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 NAME = re.compile(r"depthbatch:[a-z0-9_]+")

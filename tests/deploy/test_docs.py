@@ -5,8 +5,8 @@ from pathlib import Path
 
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import FIELD_NAMES
-from depthbatch.deploy.cli import BENCHMARKS
-from depthbatch.deploy.option_docs import option_reference
+from depthbatch.deploy.cli.main import BENCHMARKS
+from depthbatch.deploy.cli.option_docs import option_reference
 from depthbatch.frontend.http.schemas import ChatRequest, CompletionRequest
 from depthbatch.frontend.http.settings import HTTP_FIELDS
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+
 from depthbatch import LLM, SamplingParams
-from serving_fakes.process import ServeProcess
+from fakes.serve_process import ServeProcess
 
 MODEL = "demo"
 OPTIONS = {"load_format": "dummy", "kv_blocks": 128, "max_num_seqs": 8, "device": "cpu", "threads": 1}

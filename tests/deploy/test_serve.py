@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from depthbatch.deploy import supervision
-from depthbatch.deploy.supervision import SupervisordClient
-from serving_fakes.load import many
-from serving_fakes.process import DEVICE, ServeProcess, is_alive, token_ids, wait_until
-from serving_fakes.soak import soak
+
+from depthbatch.deploy.supervise import supervision
+from depthbatch.deploy.supervise.supervision import SupervisordClient
+from fakes.many_streams import many
+from fakes.serve_process import DEVICE, ServeProcess, is_alive, token_ids, wait_until
+from fakes.soak import soak
 
 TOKENS = 60
 ATTACKS: dict[str, tuple[dict[str, Any], Callable[[], Any] | None, dict[str, str]]] = {  # fields, whole body, headers
@@ -276,7 +277,7 @@ def test_a_fault_is_not_the_end(
     client = SupervisordClient(tmp_path)
     monkeypatch.setattr(client, "info", lambda name: {"statename": state, "exitstatus": status})
     assert client.exit_code("frontend") == ended
-    text = (Path(supervision.__file__).with_name("supervisord.conf")).read_text()
+    text = supervision.CONFIG.read_text()
     assert text.count("exitcodes=0,2") == text.count("[program:") == 3
 
 

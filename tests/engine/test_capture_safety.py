@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.test_lockstep import engine
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import StageBatch, Variant
-from depthbatch.worker.runner import Runner
-from engine.oracle import HUGINN, OURO
-from engine.test_lockstep import engine
-from torch.utils._python_dispatch import TorchDispatchMode
+from depthbatch.worker.runner.plain import Runner
+from reference.oracle import HUGINN, OURO
 
 HOST_READS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default", "aten.equal.default"}
 BUCKET, ROWS = 4, 3

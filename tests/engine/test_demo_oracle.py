@@ -9,15 +9,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+
 from depthbatch.common.config import POLICIES, EngineConfig
 from depthbatch.common.gates import GATE_BY_LABEL
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams
-from engine import demo_oracle
-from engine.demo_oracle import MODELS, Setting, Shipped
-from engine.lockstep import LockstepEngine
+from fakes.lockstep import LockstepEngine
+from reference import demo_oracle
+from reference.demo_oracle import MODELS, Setting, Shipped
 
-RENEW = "the shipped model has changed: run python tests/engine/demo_oracle.py NAME and read the diff"
+RENEW = "the shipped model has changed: run python tests/reference/demo_oracle.py NAME and read the diff"
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
 
 

@@ -9,19 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
 from depthbatch.common.frames import MAX_LOGPROBS, score_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from depthbatch.worker.buffers import DecodeBuffers
-from depthbatch.worker.loader import load_model
-from depthbatch.worker.overlapped import FULL
-from depthbatch.worker.prefill_input import PrefillInput
+from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.runner.buffers import DecodeBuffers
+from depthbatch.worker.runner.overlapped import FULL
+from depthbatch.worker.runner.prefill_input import PrefillInput
+from depthbatch.worker.runner.stages import Sampler, Stages
 from depthbatch.worker.slots import SlotState
-from depthbatch.worker.stages import Sampler, Stages
-from engine.oracle import HUGINN, OURO
-from fake_cuda import fake_cuda
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from fakes.fake_cuda import fake_cuda
+from reference.oracle import HUGINN, OURO
 
 CUDA = torch.device("cuda")
 BUCKET = 8

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adverse_accelerator import AdverseAccelerator
+from engine.test_lockstep import engine
+from tokenizers import Tokenizer
+
 from depthbatch.common.messages import RequestParams, Submit, Variant
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.grammar import grammar_text
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from depthbatch.worker.overlapped import OverlappedRunner
-from engine.lockstep import Answer, LockstepEngine
-from engine.oracle import OURO, prompts_of
-from engine.test_lockstep import engine
-from overlapped_serving import serve
-from tokenizers import Tokenizer
+from depthbatch.worker.runner.overlapped import OverlappedRunner
+from fakes.adverse_accelerator import AdverseAccelerator
+from fakes.lockstep import Answer, LockstepEngine
+from fakes.overlapped_serving import serve
+from reference.oracle import OURO, prompts_of
 
 EOS = (0, 2)
 EXPRESSIONS = [

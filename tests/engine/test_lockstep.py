@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
@@ -19,9 +21,8 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from engine.lockstep import Answer, LockstepEngine
-from engine.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
-from safetensors.torch import save_file
+from fakes.lockstep import Answer, LockstepEngine
+from reference.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
 
 MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
 EARLY_LAYOUTS = [layout for layout in KVLayout if layout.allows_early_exit]

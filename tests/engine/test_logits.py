@@ -11,14 +11,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from engine.test_lockstep import engine
+
 from depthbatch.common.frames import MAX_LOGPROBS, score_fields
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from engine.lockstep import Answer
-from engine.oracle import NEAR_TIE, OURO, R_MAX, prompts_of
-from engine.test_lockstep import engine
+from fakes.lockstep import Answer
 from reference import ouro
+from reference.oracle import NEAR_TIE, OURO, R_MAX, prompts_of
 
 LAYOUT = "last_exited"
 OUTPUTS = 7

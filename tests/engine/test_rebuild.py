@@ -12,16 +12,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams
-from engine.lockstep import Answer, Disturbance, LockstepEngine
-from engine.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import save_file
+from fakes.lockstep import Answer, Disturbance, LockstepEngine
+from reference.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
 
 OUTPUTS = 14
 GATES = {

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import OURO_TINY, tiny_config, write_checkpoint, write_lookahead_gate, write_preloop_gate
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
-from engine.lockstep import LockstepEngine
+from fakes.checkpoints import OURO_TINY, tiny_config, write_checkpoint, write_lookahead_gate, write_preloop_gate
+from fakes.lockstep import LockstepEngine
 from reference import ouro
 
 OUTPUTS = 10

@@ -1,7 +1,8 @@
 """The frontend under test runs the fake engine's processes instead of the real ones."""
 
 import pytest
-from frontend_fakes.install import use_fake_engine
+
+from fakes.install import use_fake_engine
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+
 from depthbatch.common.errors import ConfigError, EngineDeadError, RequestError
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.output import OutputDelta
 from depthbatch.frontend.params import SamplingParams
-from frontend_fakes.fake_engine import REJECTED_PROMPT, next_token
+from fakes.engine_processes import REJECTED_PROMPT, next_token
 
 pytestmark = pytest.mark.usefixtures("fake_engine")
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from depthbatch.common.config import EngineConfig
-from depthbatch.deploy.supervision import SupervisordClient
+from depthbatch.deploy.supervise.supervision import SupervisordClient
 from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.engine_client import FATAL_GRACE_S, EngineClient
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import TaskFailedError, background
@@ -22,8 +23,8 @@ from depthbatch.frontend.http import run
 from depthbatch.frontend.http.generation import Registry
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.zmq_api import ApiRouter, ZmqApi
-from frontend_fakes.install import use_fake_engine
-from frontend_fakes.running import LIMIT_S, RunningFrontend
+from fakes.install import use_fake_engine
+from fakes.running import LIMIT_S, RunningFrontend
 
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "stream": True}
 
@@ -194,5 +195,5 @@ def test_a_failing_thread_ends_its_process() -> None:
     control = subprocess.run([sys.executable, "-c", THREAD.format(hook=""), "0.5"], capture_output=True, text=True)
     assert control.returncode == 0 and "still here" in control.stdout
     root = Path(run.__file__).parents[2]
-    for program in ("scheduler/__main__.py", "worker/__main__.py", "deploy/program.py"):
+    for program in ("scheduler/__main__.py", "worker/__main__.py", "deploy/supervise/program.py"):
         assert "die_with_threads()" in (root / program).read_text(), program

@@ -6,13 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits, LLTokenizer
+
 from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import GrammarStart
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend import grammar
 from depthbatch.frontend.grammar import GrammarChecker, grammar_text
-from depthbatch.worker import grammar as worker_grammar
-from llguidance import LLParserLimits, LLTokenizer
+from depthbatch.worker.sampling import grammar_matchers as worker_grammar
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from depthbatch.common.errors import ConfigError, EngineDeadError, RequestError
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.llm import LLM, IndexedDelta
 from depthbatch.frontend.params import SamplingParams
-from frontend_fakes.fake_engine import REJECTED_PROMPT, depth, next_token
-from frontend_fakes.install import use_fake_engine
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fakes.engine_processes import REJECTED_PROMPT, depth, next_token
+from fakes.install import use_fake_engine
 
 pytestmark = pytest.mark.usefixtures("fake_engine")
 

@@ -6,12 +6,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import RequestError
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo, RequestParams
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
-from frontend_fakes import fake_engine
+from fakes import engine_processes as fake_engine
 
 INF, NAN = float("inf"), float("nan")
 INFO = fake_engine.fake_info(EngineConfig())  # 4 loops, r_min 2, gate delayed at 0.9, 512 tokens, eos 0 and 2

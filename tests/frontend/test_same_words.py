@@ -5,12 +5,13 @@ from typing import Any
 
 import httpx
 import pytest
+
 from depthbatch.common.errors import RequestError
-from depthbatch.deploy import cli
+from depthbatch.deploy.cli import main as cli
 from depthbatch.frontend.client import Client
 from depthbatch.frontend.http.schemas import ChatRequest, CompletionRequest
 from depthbatch.frontend.params import RANGES, SamplingParams
-from frontend_fakes.running import LIMIT_S, RunningFrontend
+from fakes.running import LIMIT_S, RunningFrontend
 
 HTTP_NAMES = set(CompletionRequest.model_fields)
 BAD: list[tuple[str, Any]] = [

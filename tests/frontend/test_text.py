@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
 from depthbatch.common.errors import ModelError, RequestError
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.detokenizer import REPLACEMENT, Detokenizer, StopChecker, WindowDetokenizer
 from depthbatch.frontend.output import OutputAssembler, Update
 from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 TEXTS = ["Hello wörld", "안녕하세요 세계", "שלום", "🦜🏳️‍🌈 emoji 👩‍👩‍👧", "a\x00b\ufffdc", "mixed 한🦜é<|im_end|>"]
 

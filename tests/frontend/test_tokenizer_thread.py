@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+
 from depthbatch.frontend.client import Client
 from depthbatch.frontend.tokenizer import Tokenizer
-from frontend_fakes.running import LIMIT_S, RunningFrontend
+from fakes.running import LIMIT_S, RunningFrontend
 
 
 def test_one_thread_owns_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

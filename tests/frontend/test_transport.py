@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.messages import (
     WIRE_VERSION,
@@ -22,8 +25,6 @@ from depthbatch.common.messages import (
     SchedulerStats,
 )
 from depthbatch.common.transport import Dealer, Received, Router, RunDir, endpoint
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

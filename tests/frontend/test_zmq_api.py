@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from depthbatch.common.transport import endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.client import Client
 from depthbatch.frontend.zmq_api import ZmqApi
-from frontend_fakes.fake_engine import REJECTED_PROMPT, next_token
+from fakes.engine_processes import REJECTED_PROMPT, next_token
 
 pytestmark = pytest.mark.usefixtures("fake_engine")
 

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+
 from depthbatch.frontend.tokenizer import Tokenizer
-from serving_fakes.server import LiveServer
-from serving_fakes.tokenizer import byte_tokenizer
+from fakes.chat_tokenizer import byte_tokenizer
+from fakes.http_server import LiveServer
 
 
 @pytest.fixture(scope="session")

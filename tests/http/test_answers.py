@@ -6,8 +6,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_fakes.engine import NATURAL_LENGTH, R_MAX, fake_logprob
-from serving_fakes.server import LiveServer
+
+from fakes.http_server import LiveServer
+from fakes.serving_engine import NATURAL_LENGTH, R_MAX, fake_logprob
 
 
 def events(http: httpx.Client, path: str, body: dict) -> list[dict]:

@@ -5,8 +5,9 @@ import json
 
 import httpx
 import pytest
-from serving_fakes.engine import MAX_MODEL_LEN, R_MAX
-from serving_fakes.tokenizer import VOCAB_SIZE
+
+from fakes.chat_tokenizer import VOCAB_SIZE
+from fakes.serving_engine import MAX_MODEL_LEN, R_MAX
 
 BAD = [
     ("temperature", -0.1), ("temperature", 2.5), ("temperature", "0.5"), ("temperature", True), ("temperature", [1]),

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+
 from depthbatch.frontend.tokenizer import Tokenizer
-from serving_fakes.server import LiveServer
+from fakes.http_server import LiveServer
 
 LIMIT_S = 10.0
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from serving_fakes.server import LiveServer
+
+from fakes.http_server import LiveServer
 
 
 @pytest.fixture(scope="module")

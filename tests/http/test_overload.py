@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.frontend.http.server import bind
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.tokenizer import Tokenizer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from serving_fakes.server import LiveServer
+from fakes.http_server import LiveServer
 
 LIMIT_S = 10.0
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}

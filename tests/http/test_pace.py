@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 
+from starlette.types import Receive, Scope, Send
+
 from depthbatch.frontend.http.edge import STARTS_PER_TURN, UNPACED_PATHS, Edge
 from depthbatch.frontend.http.turnstile import Turnstile
 from depthbatch.frontend.tokenizer import Tokenizer
-from serving_fakes.server import LiveServer
-from starlette.types import Receive, Scope, Send
+from fakes.http_server import LiveServer
 
 LIMIT_S = 10.0
 

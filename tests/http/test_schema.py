@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
-from serving_fakes.server import LiveServer
+
+from fakes.http_server import LiveServer
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 OPERATIONS = {

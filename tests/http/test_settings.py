@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+
 from depthbatch.common.config import FIELDS, add_config_arguments, add_option_arguments, to_toml
 from depthbatch.common.errors import ConfigError
 from depthbatch.frontend.http.settings import HTTP_FIELDS, HttpConfig, configs_from_sources

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention.cpu import CpuAttention
 from depthbatch.worker.attention.interface import CacheGeometry, DecodeRows
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.attention.select import select_backend
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernels.cases import (
+from fakes.attention_cases import (
     Case,
     decode_rows,
     geometries,

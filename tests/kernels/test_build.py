@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.attention.select import select_backend
-from depthbatch.worker.kernels import build, library
-from kernels.cases import kernels_for
+from depthbatch.worker.layers.cpu import build, library
+from fakes.attention_cases import kernels_for
 
 DECODE = """
 import logging, torch
 logging.basicConfig(format="%(message)s")
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.select import select_backend
-from depthbatch.worker import ops
+from depthbatch.worker.layers import ops
 geometry = CacheGeometry(3, 16, 2, 2, 16, (1,), torch.float32, torch.device("cpu"))
 backend = select_backend(geometry)
 print(type(backend).__name__, float(ops.rms_norm(torch.ones(1, 16), torch.ones(16), 0.0)[0, 0]))

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depthbatch.worker import linear, ops, ops_torch
-from depthbatch.worker.kernels.library import cpu_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import kernels_for
+
+from depthbatch.worker.layers import linear, ops, ops_torch
+from depthbatch.worker.layers.cpu.library import cpu_kernels
+from fakes.attention_cases import kernels_for
 
 MODES = ("c", "portable")
 SEEDS = st.integers(0, 2**31)

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from depthbatch.worker.attention.cpu import CpuAttention
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows, Rotation
-from depthbatch.worker.blocks import Block, BlockStack
-from depthbatch.worker.ops import GatedLinear, Linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import Case, decode_rows, kernels_for, make_case, prefill_rows
+
+from depthbatch.worker.attention.cpu import CpuAttention
+from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows, Rotation
+from depthbatch.worker.layers.blocks import Block, BlockStack
+from depthbatch.worker.layers.ops import GatedLinear, Linear
+from fakes.attention_cases import Case, decode_rows, kernels_for, make_case, prefill_rows
 
 LAYERS = 2
 
@@ -100,7 +101,7 @@ def test_stack_equals_its_plain_loop(
 
 def test_unpacked_stack_runs_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without packed products the backend declines and the stack still gives the right result."""
-    from depthbatch.worker import linear
+    from depthbatch.worker.layers import linear
 
     geometry = CacheGeometry(33, 16, 2, 2, 16, (1, 3), torch.float32, torch.device("cpu"))
     case, other = (make_case(geometry, kernels_for("c"), 7) for _ in range(2))

@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HUGINN_TINY, OURO_TINY, tiny_config, write_checkpoint, write_lookahead_gate, write_preloop_gate
-from contiguous_attention import ContiguousMemory, Row
+
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import Rotation
-from depthbatch.worker.loader import load_model
 from depthbatch.worker.models.interface import LoopedModel, WorkItem
+from depthbatch.worker.models.loader import load_model
+from fakes.checkpoints import (
+    HUGINN_TINY,
+    OURO_TINY,
+    tiny_config,
+    write_checkpoint,
+    write_lookahead_gate,
+    write_preloop_gate,
+)
+from fakes.contiguous_attention import ContiguousMemory, Row
 from reference import huginn, ouro
 
 PROMPTS = ([5, 17, 250, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 77, 100, 200], [42], [3, 1, 4, 1, 5, 9, 2, 6])

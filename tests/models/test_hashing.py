@@ -1,7 +1,8 @@
 """Random draws are pure functions of (seed, position, lane) and behave like independent uniforms."""
 
 import torch
-from depthbatch.worker.hashing import mix64, uniform
+
+from depthbatch.worker.sampling.random_numbers import mix64, uniform
 
 MASK = (1 << 64) - 1
 COUNT = 1 << 18

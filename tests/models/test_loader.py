@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HUGINN_TINY, OURO_TINY, make_tensors, tiny_config, write_checkpoint
+
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.loader import load_model, read_spec
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import TensorTable
+from depthbatch.worker.models.loader import load_model, read_spec
 from depthbatch.worker.models.registry import find_family
+from fakes.checkpoints import HUGINN_TINY, OURO_TINY, make_tensors, tiny_config, write_checkpoint
 
 OURO_1_4B = {
     **json.loads((OURO_TINY / "config.json").read_text()),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from reference import huginn, ouro
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"

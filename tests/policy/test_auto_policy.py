@@ -5,6 +5,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.policy_grid import exit_distributions, random_profile, run_setting
 from depthbatch.benchmarks.simulate import Run, simulate
@@ -14,13 +17,11 @@ from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.benchmarks.workloads import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
-from depthbatch.common.profile import CoreCost, DeviceProfile, LinearCost, StageFlops
-from depthbatch.scheduler.auto_policy import AutoPolicy
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.policy.auto import AutoPolicy
+from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops
 from depthbatch.worker.simulated import find_profile
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 OURO, HUGINN = find_profile("h100-ouro-1.4b"), find_profile("h100-huginn-3.5b")
 

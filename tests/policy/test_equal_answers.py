@@ -5,23 +5,24 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
 from depthbatch.common.config import ASYNC_MODES, OBJECTIVES, EngineConfig
 from depthbatch.common.frames import ROW_POSITION, Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, StageResult, Submit
-from depthbatch.common.profile import CoreCost, DeviceProfile, LinearCost, StageFlops
 from depthbatch.scheduler.assembly import ScheduledStage
-from depthbatch.scheduler.auto_policy import AutoPolicy
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from engine.lockstep import Answer, Late, LockstepEngine
-from engine.oracle import HUGINN, OURO, R_MAX, prompts_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from msgspec.structs import replace
-from scheduler_fakes.paged_worker import PagedWorker, plain_decode
-from scheduler_fakes.strategies import prompt_of, workloads
+from depthbatch.scheduler.policy.auto import AutoPolicy
+from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops
+from fakes.lockstep import Answer, Late, LockstepEngine
+from fakes.paged_worker import PagedWorker, plain_decode
+from fakes.strategies import prompt_of, workloads
+from reference.oracle import HUGINN, OURO, R_MAX, prompts_of
 
 Stages = list[tuple[int, int]]  # stage, rows
 

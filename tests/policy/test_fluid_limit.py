@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 import pytest
-from depthbatch.scheduler.coda_timing import THETAS, defer
 from policy.test_stopping_rule import known_forecast
+
+from depthbatch.scheduler.policy.coda_timing import THETAS, defer
 
 FloatArray = npt.NDArray[np.float64]
 PERIODS = range(1, 14)

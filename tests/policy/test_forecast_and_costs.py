@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from depthbatch.common.frames import Stage
-from depthbatch.scheduler.auto_policy import _Flow
-from depthbatch.scheduler.cost_model import LinearFit, StageCosts
-from depthbatch.scheduler.exit_forecast import ExitForecast
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from depthbatch.common.frames import Stage
+from depthbatch.scheduler.policy.auto import _Flow
+from depthbatch.scheduler.policy.cost_model import LinearFit, StageCosts
+from depthbatch.scheduler.policy.exit_forecast import ExitForecast
 
 
 @given(weights=st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(any), seed=st.integers(0, 999))

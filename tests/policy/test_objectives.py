@@ -6,14 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import depthbatch.benchmarks as benchmarks
 import numpy as np
 import pytest
+
+import depthbatch.benchmarks as benchmarks
 from depthbatch.benchmarks import tradeoff
 from depthbatch.benchmarks.policy_grid import Cell, exit_distributions, find_profiles, run_setting
 from depthbatch.benchmarks.sources import load_workload
 from depthbatch.common.gates import Gate
-from depthbatch.scheduler.prefill_pacing import DecodeForecast, Pacing, PrefillCost, Targets
+from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, Pacing, PrefillCost, Targets
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 from depthbatch.worker.simulated import find_profile
 

@@ -5,11 +5,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from depthbatch.scheduler.coda_timing import THETAS, Tournament, defer, first_guess
+
 from depthbatch.scheduler.config import bucket_table
-from depthbatch.scheduler.cost_model import DecodeCosts
-from depthbatch.scheduler.exit_forecast import ExitForecast
-from policy.steady_state import Instance, Model, State
+from depthbatch.scheduler.policy.coda_timing import THETAS, Tournament, defer, first_guess
+from depthbatch.scheduler.policy.cost_model import DecodeCosts
+from depthbatch.scheduler.policy.exit_forecast import ExitForecast
+from reference.steady_state import Instance, Model, State
 
 OURO = (0.0, 0.5, 0.4, 0.1)
 OURO_DEEP = (0.0, 0.15, 0.6, 0.25)

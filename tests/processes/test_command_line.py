@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from depthbatch.deploy.generate import _prompts
-from process_tools.marked import Family
 from safetensors.torch import load_file, save_file
+
+from depthbatch.deploy.cli.generate import _prompts
+from fakes.marked import Family
 
 OURO = Path(__file__).parent.parent / "data" / "fidelity" / "ouro-tiny"
 SMALL = ("--kv-blocks", "64", "--max-num-seqs", "8", "--threads", "1", "--device", "cpu")

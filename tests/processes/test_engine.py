@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError, RequestError
 from depthbatch.common.transport import endpoint
@@ -18,7 +19,7 @@ from depthbatch.frontend.client import Client
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from depthbatch.frontend.zmq_api import ZmqApi
-from engine.lockstep import LockstepEngine
+from fakes.lockstep import LockstepEngine
 
 OURO = Path(__file__).parent.parent / "data" / "fidelity" / "ouro-tiny"
 OPTIONS = {"model": str(OURO), "max_num_seqs": 8, "min_free_slots": 1, "kv_blocks": 64, "threads": 1, "device": "cpu"}

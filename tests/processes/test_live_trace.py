@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks.trace import live_trace, trace, virtual_engine
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import EngineConfig

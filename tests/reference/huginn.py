@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from reference import decoding
 from reference.decoding import Memory, Result, State
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+
 from reference import decoding
 from reference.decoding import Memory, Result, State
-from safetensors.torch import load_file
 
 
 class OuroReference:

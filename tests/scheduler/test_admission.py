@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
@@ -11,7 +12,7 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from scheduler_fakes.lockstep import Lockstep
+from fakes.paged_lockstep import Lockstep
 
 BASE = SchedulerConfig(
     policy="refill",

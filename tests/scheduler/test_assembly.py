@@ -1,6 +1,7 @@
 """The slot parameter frame, column by column."""
 
 import numpy as np
+
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams

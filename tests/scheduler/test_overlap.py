@@ -4,14 +4,15 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.blocks import BlockPool
 from depthbatch.scheduler.config import SchedulerConfig
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from scheduler_fakes.lockstep import Lockstep
-from scheduler_fakes.strategies import KNOWN_AHEAD, configs, workloads
+from fakes.paged_lockstep import Lockstep
+from fakes.strategies import KNOWN_AHEAD, configs, workloads
 
 SLOW = settings(deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
@@ -12,11 +15,9 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.prefix_cache import PrefixCachingPool, prefix_keys
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scheduler_fakes.lockstep import Lockstep
-from scheduler_fakes.paged_worker import plain_decode
-from scheduler_fakes.strategies import prompt_of
+from fakes.paged_lockstep import Lockstep
+from fakes.paged_worker import plain_decode
+from fakes.strategies import prompt_of
 
 SIZE = 4
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
@@ -44,7 +45,7 @@ from depthbatch.common.transport import Dealer, endpoint
 from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.process import SchedulerProcess
-from scheduler_fakes.paged_worker import PagedWorker, plain_decode
+from fakes.paged_worker import PagedWorker, plain_decode
 
 OPTIONS = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling="lookahead")
 WAIT_S = 20.0

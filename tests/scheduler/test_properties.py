@@ -9,16 +9,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from depthbatch.common.config import POLICIES
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from scheduler_fakes.lockstep import Lockstep
-from scheduler_fakes.paged_worker import plain_decode
-from scheduler_fakes.strategies import EARLY_GATES, VOCAB, configs, prompt_of, workloads
+from fakes.paged_lockstep import Lockstep
+from fakes.paged_worker import plain_decode
+from fakes.strategies import EARLY_GATES, VOCAB, configs, prompt_of, workloads
 
 QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

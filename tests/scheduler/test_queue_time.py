@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+
 from depthbatch.scheduler.counters import Counters
 
 

@@ -5,16 +5,17 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from depthbatch.benchmarks.simulate import Run, add_simulate_arguments, report, run_simulate, simulate
 from depthbatch.benchmarks.trace import virtual_engine
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.profile import DeviceProfile
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 OURO = find_profile("h100-ouro-1.4b")
 KEYS = [

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from depthbatch.benchmarks.trace import add_trace_arguments, run_trace
 from depthbatch.common.errors import ConfigError
 

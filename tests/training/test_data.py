@@ -4,9 +4,10 @@ import random
 from pathlib import Path
 
 import pytest
-from depthbatch.worker.training import data
-from depthbatch.worker.training.batches import IGNORED, step_batches
-from depthbatch.worker.training.data import (
+
+from depthbatch.training import data
+from depthbatch.training.batches import IGNORED, step_batches
+from depthbatch.training.data import (
     CHAIN_LENGTH,
     CLASSES,
     Example,
@@ -16,7 +17,7 @@ from depthbatch.worker.training.data import (
     is_heldout,
     partial_answer,
 )
-from depthbatch.worker.training.tokenizer import IM_END, build_tokenizer
+from depthbatch.training.demo_tokenizer import IM_END, build_tokenizer
 
 SONNET_LINES = [
     pair

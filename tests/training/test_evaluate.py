@@ -1,8 +1,10 @@
 """The plain evaluation: exit rules by hand, and scores of a trace whose every token is known."""
 
 import torch
-from depthbatch.worker.training.data import heldout
-from depthbatch.worker.training.evaluate import (
+
+from depthbatch.training.data import heldout
+from depthbatch.training.demo_tokenizer import IM_END, VOCAB_SIZE, build_tokenizer
+from depthbatch.training.evaluate import (
     Trace,
     convergence_exits,
     fixed_depth,
@@ -13,9 +15,8 @@ from depthbatch.worker.training.evaluate import (
     trace_huginn,
     trace_ouro,
 )
-from depthbatch.worker.training.huginn import HuginnSize, HuginnTrainer
-from depthbatch.worker.training.ouro import OuroSize, OuroTrainer
-from depthbatch.worker.training.tokenizer import IM_END, VOCAB_SIZE, build_tokenizer
+from depthbatch.training.huginn import HuginnSize, HuginnTrainer
+from depthbatch.training.ouro import OuroSize, OuroTrainer
 
 
 def test_hazard_exits_accumulate_start_at_two_and_include_the_threshold() -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from depthbatch.common.errors import ModelError
-from depthbatch.worker.training.checkpoints import export, load_huginn, load_ouro
-from depthbatch.worker.training.huginn import HuginnSize, HuginnTrainer
-from depthbatch.worker.training.ouro import OuroSize, OuroTrainer
-from depthbatch.worker.training.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, chat_text
 from safetensors import safe_open
+
+from depthbatch.common.errors import ModelError
+from depthbatch.training.checkpoints import export, load_huginn, load_ouro
+from depthbatch.training.demo_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, chat_text
+from depthbatch.training.huginn import HuginnSize, HuginnTrainer
+from depthbatch.training.ouro import OuroSize, OuroTrainer
 
 SMALL_OURO = OuroSize(VOCAB_SIZE, 32, 64, 2, 2, 128)
 SMALL_HUGINN = HuginnSize(VOCAB_SIZE, 32, 2, 64, 2, 1, 1, 128)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
-from depthbatch.worker.training.checkpoints import load_ouro
-from depthbatch.worker.training.commands import add_train_gate_arguments, run_train_gate
-from depthbatch.worker.training.evaluate import hazard_exits
-from depthbatch.worker.training.gates import (
+from depthbatch.training.checkpoints import load_ouro
+from depthbatch.training.commands import add_train_gate_arguments, run_train_gate
+from depthbatch.training.evaluate import hazard_exits
+from depthbatch.training.texts import read_rows
+from depthbatch.training.train_gate import (
     TokenRow,
     collect_features,
     fit_gate,
@@ -23,8 +26,6 @@ from depthbatch.worker.training.gates import (
     preloop_log_probabilities,
     teacher_distribution,
 )
-from depthbatch.worker.training.texts import read_rows
-from safetensors import safe_open
 
 
 def random_rows(vocab_size: int, rows: int = 60, length: int = 24) -> list[TokenRow]:

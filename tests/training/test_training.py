@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker.training import demo
-from depthbatch.worker.training.batches import step_batches
-from depthbatch.worker.training.commands import add_train_demo_arguments, run_train_demo
-from depthbatch.worker.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer, initial_state
-from depthbatch.worker.training.objectives import (
+from depthbatch.training import recipes as demo
+from depthbatch.training.batches import step_batches
+from depthbatch.training.commands import add_train_demo_arguments, run_train_demo
+from depthbatch.training.demo_tokenizer import VOCAB_SIZE, build_tokenizer
+from depthbatch.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer, initial_state
+from depthbatch.training.objectives import (
     exit_log_probabilities,
     expected_loss,
     gate_loss,
@@ -21,9 +23,8 @@ from depthbatch.worker.training.objectives import (
     lookup_loss,
     sample_loops,
 )
-from depthbatch.worker.training.ouro import OuroOutput, OuroSize, OuroTrainer
-from depthbatch.worker.training.tokenizer import VOCAB_SIZE, build_tokenizer
-from depthbatch.worker.training.trainer import Run, RunConfig, learning_rate_factor
+from depthbatch.training.ouro import OuroOutput, OuroSize, OuroTrainer
+from depthbatch.training.trainer import Run, RunConfig, learning_rate_factor
 
 SMALL_OURO = OuroSize(VOCAB_SIZE, 32, 64, 1, 1, 128, total_ut_steps=3)
 SMALL_HUGINN = HuginnSize(VOCAB_SIZE, 32, 1, 64, 1, 1, 1, 128)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.common.gates import Gate
 from depthbatch.worker import build
-from engine.oracle import OURO
-from safetensors.torch import load_file, save_file
+from reference.oracle import OURO
 
 
 def built(model: Path = OURO, **options: object) -> build.BuiltRunner:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+
 from depthbatch.common.frames import MAX_ADJUSTMENTS, SLOT_PARAM_FIELDS, Int32Array, Stage
 from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra
-from depthbatch.worker.checks import StageError, StageLimits, check_stage
+from depthbatch.worker.runner.checks import StageError, StageLimits, check_stage
 
 LIMITS = StageLimits(
     num_slots=4, num_blocks=10, max_blocks=3, max_positions=48, r_max=4, vocab_size=50, buckets=(1, 2, 4)

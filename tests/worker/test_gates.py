@@ -6,9 +6,10 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+
 from depthbatch.common.gates import Gate
-from depthbatch.worker.gates import Hazard, accumulate_hazard, gate_step, hazard_fires
 from depthbatch.worker.models.interface import LoopedModel
+from depthbatch.worker.sampling.exit_gates import Hazard, accumulate_hazard, gate_step, hazard_fires
 
 HAZARD_GATES = (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.OWN, Gate.DELAYED, Gate.LOOKAHEAD)
 CONVERGENCE_GATES = (Gate.NONE, Gate.FIXED, Gate.REPLAY, Gate.OWN, Gate.DELAYED, Gate.CONVERGENCE)

@@ -2,16 +2,17 @@
 
 import numpy as np
 import pytest
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
 from depthbatch.common.messages import StageBatch, Variant
-from depthbatch.common.profile import DeviceProfile, parse_profile
 from depthbatch.worker import simulated
-from depthbatch.worker.checks import StageError
+from depthbatch.worker.device_profile import DeviceProfile, parse_profile
 from depthbatch.worker.idle import IdleClock
+from depthbatch.worker.runner.checks import StageError
 from depthbatch.worker.simulated import SimulatedRunner, find_profile, simulated_info
-from worker_fakes import PROFILE
+from fakes.worker import PROFILE
 
 
 def profile() -> DeviceProfile:

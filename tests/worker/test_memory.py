@@ -1,10 +1,11 @@
 """KV sizing: every refusal carries the numbers, and what is promised fits into what is free."""
 
 import pytest
-from depthbatch.common.errors import ConfigError
-from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
 from hypothesis import given
 from hypothesis import strategies as st
+
+from depthbatch.common.errors import ConfigError
+from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
 
 KIB, GIB = 1024, 1 << 30
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
 from depthbatch.common.messages import (
@@ -27,8 +28,8 @@ from depthbatch.common.messages import (
     WorkerReady,
 )
 from depthbatch.common.transport import WORKER_ENDPOINT, Router, RunDir
-from engine.oracle import OURO
-from worker_fakes import PROFILE
+from fakes.worker import PROFILE
+from reference.oracle import OURO
 
 DEADLINE_S = 60
 

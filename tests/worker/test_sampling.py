@@ -4,10 +4,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
-from depthbatch.worker.hashing import uniform
-from depthbatch.worker.sampling import greedy_tokens, sample_tokens
-from depthbatch.worker.slot_params import SlotParams
+from depthbatch.worker.sampling.random_numbers import uniform
+from depthbatch.worker.sampling.sampler import greedy_tokens, sample_tokens
+from depthbatch.worker.sampling.slot_params import SlotParams
 
 FILTERS = [
     (1.0, 0, 1.0, 0.0),
@@ -149,7 +150,7 @@ def test_draws_change_with_seed_and_with_position() -> None:
 def test_parameter_columns_carry_float_bits() -> None:
     """The frame's float columns are bits; a value cast instead of reinterpreted would read 0.7 as 1060320051."""
     from depthbatch.worker.slots import SlotState
-    from worker_fakes import tiny_spec
+    from fakes.worker import tiny_spec
 
     state = SlotState(2, 1, tiny_spec(), torch.device("cpu"))
     row = np.zeros(SLOT_PARAM_FIELDS, np.int32)

@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from depthbatch.common.frames import ADJUSTMENT_FIELDS, MAX_ADJUSTMENTS, SLOT_PARAM_FIELDS, SlotParam
-from depthbatch.worker.scores import num_likeliest, score_rows
-from depthbatch.worker.shaping import Shaping
-from depthbatch.worker.slot_params import SlotParams, split_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from depthbatch.common.frames import ADJUSTMENT_FIELDS, MAX_ADJUSTMENTS, SLOT_PARAM_FIELDS, SlotParam
+from depthbatch.worker.sampling.logits_processors import Shaping
+from depthbatch.worker.sampling.logprobs import num_likeliest, score_rows
+from depthbatch.worker.sampling.slot_params import SlotParams, split_params
 
 VOCAB, SLOTS = 37, 6
 CPU = torch.device("cpu")

@@ -7,6 +7,8 @@ Knows nothing of what the kernels do inside; same cache layout as the oracle (sd
 import ctypes
 
 import torch
+from torch import Tensor
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention.cpu_stack import FusedStack, fuse
 from depthbatch.worker.attention.interface import (
@@ -17,10 +19,10 @@ from depthbatch.worker.attention.interface import (
     Rotation,
 )
 from depthbatch.worker.attention.sdpa import cache_shapes
-from depthbatch.worker.blocks import BlockStack
-from depthbatch.worker.kernels.library import Kernels
-from depthbatch.worker.kernels.memory import zeros_on_large_pages
-from depthbatch.worker.kernels.structs import (
+from depthbatch.worker.layers.blocks import BlockStack
+from depthbatch.worker.layers.cpu.library import Kernels
+from depthbatch.worker.layers.cpu.memory import zeros_on_large_pages
+from depthbatch.worker.layers.cpu.structs import (
     ROPE_INTERLEAVED,
     ROPE_NONE,
     ROPE_SPLIT_HALF,
@@ -28,7 +30,6 @@ from depthbatch.worker.kernels.structs import (
     LayerArgs,
     RowArgs,
 )
-from torch import Tensor
 
 
 class CpuAttention(AttentionBackend):

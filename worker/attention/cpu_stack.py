@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from depthbatch.worker.attention.interface import CacheGeometry, Rotation
-from depthbatch.worker.blocks import Block, BlockStack
-from depthbatch.worker.kernels.library import Function, TypedKernels
-from depthbatch.worker.kernels.structs import (
+from depthbatch.worker.layers.blocks import Block, BlockStack
+from depthbatch.worker.layers.cpu.library import Function, TypedKernels
+from depthbatch.worker.layers.cpu.structs import (
     ROPE_INTERLEAVED,
     ROPE_SPLIT_HALF,
     BlockArgs,
@@ -20,8 +22,7 @@ from depthbatch.worker.kernels.structs import (
     StackArgs,
     StackCall,
 )
-from depthbatch.worker.linear import PackedProduct
-from torch import Tensor
+from depthbatch.worker.layers.linear import PackedProduct
 
 KEPT_ROWS = 512  # scratch for more rows than this (long prefill) is given back after the call
 ROW_PADDING = 32  # elements between scratch rows: rows a power of two apart would share few cache sets

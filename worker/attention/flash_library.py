@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from depthbatch.worker.attention.interface import PrefillRows
 from torch import Tensor
+
+from depthbatch.worker.attention.interface import PrefillRows
 
 
 class FlashLibrary(Protocol):

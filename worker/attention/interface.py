@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from depthbatch.worker import ops
+
+from depthbatch.worker.layers import ops
 
 if TYPE_CHECKING:
-    from depthbatch.worker.blocks import BlockStack
+    from depthbatch.worker.layers.blocks import BlockStack
 
 
 class CacheGeometry(NamedTuple):

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from depthbatch.worker.attention.flash_library import FlashLibrary
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+
+from depthbatch.worker.attention.flash_library import FlashLibrary
+from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 
 
 class Places(NamedTuple):

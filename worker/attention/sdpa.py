@@ -6,8 +6,9 @@ table is gathered). Slow by design; every faster backend is tested against it.
 
 import torch
 import torch.nn.functional as F
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from torch import Tensor
+
+from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 
 
 class SdpaAttention(AttentionBackend):

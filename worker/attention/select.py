@@ -3,13 +3,14 @@
 from importlib.util import find_spec
 
 import torch
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention.cpu import CpuAttention, unsupported
 from depthbatch.worker.attention.flash_library import find_flash_library
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from depthbatch.worker.kernels.library import cpu_kernels
+from depthbatch.worker.layers.cpu.library import cpu_kernels
 
 BACKENDS = ("cpu", "flash", "triton", "sdpa")
 

@@ -17,6 +17,7 @@ Cache layout: K and V ``[physical blocks, block_size, Hkv, Dh]``; the physical b
 import torch
 import triton
 import triton.language as tl
+
 from depthbatch.worker.attention.interface import DecodeRows
 
 SPLITS = 8  # shares of a row's context: enough to fill a GPU at one row, cheap to merge

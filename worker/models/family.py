@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec

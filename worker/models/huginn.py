@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.blocks import Block, BlockStack
-from depthbatch.worker.hashing import STATE_LANE, row_key, uniform_of_key
+from depthbatch.worker.layers.blocks import Block, BlockStack
+from depthbatch.worker.layers.ops import GatedLinear, Linear, rms_norm
+from depthbatch.worker.layers.rotary import RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import BuildInputs, SpecOptions, TensorTable, checked_r_max, divisors
 from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
-from depthbatch.worker.models.rotary import RotaryTable
-from depthbatch.worker.ops import GatedLinear, Linear, rms_norm
+from depthbatch.worker.sampling.random_numbers import STATE_LANE, row_key, uniform_of_key
 
 R_MIN = 2  # the first distance that counts is that of s_2 and s_1; a delayed decision so exits at 3 or later
 DEFAULT_R_MAX = 16  # accuracy is flat above (paper, E.2)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import Rotation
-from depthbatch.worker.blocks import BlockStack
+from depthbatch.worker.layers.blocks import BlockStack
 
 WorkItem = tuple[torch.Tensor, ...]  # each [N, D]
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.blocks import Block, BlockStack
+from depthbatch.worker.layers.blocks import Block, BlockStack
+from depthbatch.worker.layers.ops import GatedLinear, Linear
+from depthbatch.worker.layers.rotary import RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import (
     LOOKAHEAD_GATE,
@@ -23,8 +26,6 @@ from depthbatch.worker.models.family import (
     divisors,
 )
 from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
-from depthbatch.worker.models.rotary import RotaryTable
-from depthbatch.worker.ops import GatedLinear, Linear
 
 R_MIN = 2  # loop 1 is not trained to give usable outputs (paper, E.2)
 PUBLISHED_VOCAB_SIZE = 49152

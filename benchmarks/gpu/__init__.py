@@ -1,0 +1,1 @@
+"""The check that runs on a GPU machine."""

@@ -1,0 +1,77 @@
+"""``depthbatch info``: a model's facts, and how many tokens fit, from its files alone; no weight is loaded."""
+
+import argparse
+from pathlib import Path
+
+from depthbatch.common.config import add_config_arguments, config_from_sources
+from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.frontend.tokenizer import load_tokenizer
+
+OPTIONS = ("load_format", "device", "dtype", "max_num_seqs", "kv_blocks", "block_size", "max_model_len", "max_loops")
+
+
+def add_info_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and the options that change the answer."""
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
+    add_config_arguments(parser, OPTIONS)
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """Raises ModelError or ConfigError."""
+    from depthbatch.worker.attention.select import default_block_size
+    from depthbatch.worker.device import free_memory, resolve_device
+    from depthbatch.worker.memory import KVRequest, plan_kv
+    from depthbatch.worker.models.loader import read_spec
+
+    config = config_from_sources(args, model=args.model)
+    directory = resolve_model_dir(config.model)
+    spec = read_spec(config.model, config.dtype, config.load_format, config.max_loops)
+    device = resolve_device(config.device)
+    layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
+    limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""
+    rows = [
+        ("model", f"{config.model} ({directory})"),
+        ("architecture", f"{spec.architecture}, layers {layers} (prelude-core-coda)"),
+        ("size", f"hidden {spec.hidden_size}, {spec.num_heads} heads of {spec.head_dim}"),
+        ("vocabulary", _vocabulary(spec.vocab_size, directory)),
+        ("depths", f"1 to {spec.r_max} loops{limit}; a gate may exit from loop {spec.r_min}"),
+        ("gates", ", ".join(_mark(g.label, g is spec.default_gate) for g in spec.gates)),
+        ("threshold", f"{spec.default_threshold:g}"),
+        ("positions", str(spec.max_positions)),
+        ("dtype", str(spec.dtype).removeprefix("torch.")),
+        ("tensor parallel", ", ".join(map(str, spec.tensor_parallel_degrees))),
+        ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
+    ]
+    lines = [f"{name:<17}{value}" for name, value in rows]
+    lines.append(
+        f"{'KV layout':<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {config.max_num_seqs} sequences)"
+    )
+    for layout in spec.layouts:
+        bytes_per_token = spec.kv_bytes_per_token(layout)
+        request = KVRequest(
+            bytes_per_token=bytes_per_token,
+            block_size=config.block_size or default_block_size(device, spec.dtype),
+            max_positions=spec.max_positions,
+            max_num_seqs=config.max_num_seqs,
+            kv_blocks=config.kv_blocks,
+            max_model_len=config.max_model_len,
+        )
+        plan = plan_kv(request, free_memory(device), device.type)
+        label = _mark(layout, layout is spec.default_layout)
+        lines.append(f"  {label:<18}{bytes_per_token / 1024:>14.1f}{plan.tokens_that_fit:>17}")
+    print(*lines, "* = default", sep="\n")  # at once: an error comes alone, not under half of a table
+    return 0
+
+
+def _vocabulary(rows: int, directory: Path) -> str:
+    """Rows of the embedding, and what they are for. Raises ModelError."""
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        return f"{rows} (no tokenizer: the model serves token ids)"
+    if tokenizer.vocab_size < rows:
+        return f"{rows} ({tokenizer.vocab_size} in the tokenizer; the rest pads the matrix)"
+    return str(rows)
+
+
+def _mark(name: str, is_default: bool) -> str:
+    return name + " *" if is_default else name

@@ -1,0 +1,1 @@
+"""The three processes under supervisord."""

@@ -1,0 +1,74 @@
+"""``python -m depthbatch.deploy.supervise.program NAME``: what supervisord starts, in a run directory that is prepared.
+
+Scheduler and worker become their own modules; the frontend serves HTTP over the two. Environment:
+DEPTHBATCH_RUN_DIR, with engine.json and http.json in it.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from depthbatch.common.child import die_with_parent, die_with_threads
+from depthbatch.common.errors import DepthbatchError
+from depthbatch.common.logging import get_logger, setup_logging
+from depthbatch.frontend.attach import AttachedProcesses, read_config, read_starts, write_file
+from depthbatch.frontend.background import TaskFailedError
+from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
+
+RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
+HTTP_FILE = "http.json"
+URL_FILE = "url"
+FAULT = 1  # exit codes: supervisord answers this one with a restart,
+GAVE_UP = 2  # and this one not
+
+
+def main() -> int:
+    name = sys.argv[1]
+    run_dir = Path(os.environ[RUN_DIR_VARIABLE])
+    parent_pid = os.getppid()
+    if name == "frontend":  # before its pid is known; ended by the notice, it would be started again, not drained
+        signal.signal(DRAIN_NOTICE, signal.SIG_IGN)
+    setup_logging(name)
+    starts = read_starts(run_dir, name)
+    write_file(run_dir / f"{name}.starts", str(starts + 1))
+    write_file(run_dir / f"{name}.pid", str(os.getpid()))
+    if starts:
+        get_logger(name).warning("started again (restart %d)", starts)
+    if name == "frontend":
+        die_with_parent(parent_pid)
+        die_with_threads()
+        return _run_frontend(run_dir)
+    command = [sys.executable, "-P", "-m", f"depthbatch.{name}", "--run-dir", str(run_dir)]
+    command += ["--config", read_config(run_dir).to_json(), "--parent-pid", str(parent_pid)]
+    os.execv(command[0], command)
+
+
+def _run_frontend(run_dir: Path) -> int:
+    from depthbatch.deploy.supervise.supervision import SupervisordClient
+    from depthbatch.frontend.async_engine import AsyncEngine
+    from depthbatch.frontend.http.run import run_frontend
+    from depthbatch.frontend.http.server import bind
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor a connection
+    try:
+        http = HttpConfig(**json.loads((run_dir / HTTP_FILE).read_text()))
+        # After the imports: from here on the kernel accepts for us, and nobody reads until we run.
+        listener = bind(http)
+        config = read_config(run_dir)
+        processes = AttachedProcesses(run_dir, config, SupervisordClient(run_dir))
+        engine = AsyncEngine.from_config(config, processes=processes)
+        run_frontend(engine, http, listener, lambda url: write_file(run_dir / URL_FILE, url))
+    except TaskFailedError:  # told already; a bug may not strike twice
+        return FAULT
+    except DepthbatchError as error:
+        print(f"depthbatch: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return GAVE_UP
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

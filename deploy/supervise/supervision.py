@@ -1,0 +1,183 @@
+"""Runs the three programs under supervisord and stays in the foreground. Knows supervisord; nothing of requests."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from xml.parsers.expat import ExpatError
+from xmlrpc.client import Error, dumps, loads
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.transport import API_ENDPOINT, RunDir, endpoint
+from depthbatch.deploy.supervise.program import HTTP_FILE, RUN_DIR_VARIABLE, URL_FILE
+from depthbatch.frontend.attach import read_starts, write_config, write_file
+from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
+
+CONFIG = Path(__file__).resolve().parent.parent / "supervisord.conf"
+MAX_RESTARTS = 5  # of the frontend within RESTART_WINDOW_S; the frontend itself counts those of the others
+RESTART_WINDOW_S = 60.0
+STOP_MARGIN_S = 15  # from the drain deadline to SIGKILL
+POLL_S = 0.2
+ASK_S = 0.2  # for an answer of supervisord: the frontend asks from its event loop
+_PR_SET_PDEATHSIG = 1
+EXPECTED_CODES = (0, 2)  # exitcodes of the configuration: no restart
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP on a UNIX socket, every step of it with a time limit."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=ASK_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ASK_S)
+        self.sock.connect(str(self._path))
+
+
+class SupervisordClient:
+    """supervisord's own interface, on the UNIX socket of a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "supervisor.sock"
+
+    def info(self, name: str) -> dict[str, Any] | None:
+        """What supervisord knows of a program; None when it cannot be asked, or does not answer at once."""
+        body = dumps((name,), "supervisor.getProcessInfo")
+        with contextlib.closing(_UnixConnection(self._path)) as connection:
+            try:
+                connection.request("POST", "/RPC2", body, {"Content-Type": "text/xml"})
+                answer = loads(connection.getresponse().read())[0][0]
+            except (OSError, HTTPException, Error, ExpatError):
+                return None
+        return answer if isinstance(answer, dict) else None
+
+    def exit_code(self, name: str) -> int | None:
+        """Exit code of a program that will not be started again, None otherwise.
+
+        After a fault, too, it is EXITED for a moment, until supervisord comes round to starting it again.
+        """
+        info = self.info(name)
+        if info is None or info["statename"] not in ("EXITED", "FATAL"):
+            return None
+        code = int(info["exitstatus"])
+        return code if info["statename"] == "FATAL" or code in EXPECTED_CODES else None
+
+
+class Supervision:
+    """One supervisord with its run directory, as long as the ``with`` block."""
+
+    def __init__(self, engine: EngineConfig, http: HttpConfig) -> None:
+        self._run_dir = RunDir()
+        self.path = self._run_dir.path
+        write_config(self.path, engine)
+        write_file(self.path / HTTP_FILE, json.dumps(asdict(http)))
+        self._stop_wait_s = int(http.drain_s) + STOP_MARGIN_S
+        self._signals = 0
+        self._start_times: list[float] = []  # of the frontend, monotonic
+        self._process = self._start()
+        # a pipe, since what supervisord writes to is opened by name: a file would be overwritten, a socket refused
+        self._copier = threading.Thread(target=self._copy_output, name="log", daemon=True)
+        self._copier.start()
+        self._client = SupervisordClient(self.path)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            RUN_DIR_VARIABLE: str(self.path),
+            "DEPTHBATCH_PYTHON": sys.executable,
+            "DEPTHBATCH_STOP_WAIT_S": str(self._stop_wait_s),
+        }
+        command = [sys.executable, "-P", "-m", "supervisor.supervisord", "-c", str(CONFIG)]
+        libc = ctypes.CDLL(None)
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # a terminal's Ctrl-C reaches this process only, which passes it on
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        )
+
+    def _copy_output(self) -> None:
+        """The output of all programs, as it comes, on our stderr. Read even when that is closed: a full pipe would stop
+        supervisord, and then them."""
+        assert self._process.stdout is not None
+        while data := os.read(self._process.stdout.fileno(), 1 << 16):
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), data)
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first goes to supervisord, which stops the frontend (it drains) and then the others, at its next turn, up
+        to a second later: so the frontend gets a notice, which it does not count. supervisord does not pass on a second
+        one, so that goes to the frontend itself."""
+        self._signals += 1
+        if self._signals == 1:
+            self._signal_frontend(DRAIN_NOTICE)
+            self._process.send_signal(signal.SIGTERM)
+        else:
+            self._signal_frontend(signal.SIGTERM)
+
+    def _signal_frontend(self, number: signal.Signals) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((self.path / "frontend.pid").read_text()), number)
+
+    def run(self) -> int:
+        """Until stopped (0) or the frontend has given up (its exit code, at least 1). Raises EngineDeadError."""
+        announced = False
+        while self._process.poll() is None:
+            announced = announced or self._announce()
+            if self._signals == 0:
+                code = self._client.exit_code("frontend")  # it gives up when the others cannot be helped
+                if code is not None:
+                    return code or 1
+                if self._restarts_too_often():
+                    raise EngineDeadError(f"the frontend died {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s")
+            if not self._copier.is_alive() and self._process.poll() is None:
+                raise EngineDeadError("the copier of the programs' output has failed")
+            time.sleep(POLL_S)
+        if self._signals == 0:
+            raise EngineDeadError(f"supervisord died (exit code {self._process.returncode})")
+        return 0
+
+    def _announce(self) -> bool:
+        """Says once where the server is."""
+        with contextlib.suppress(OSError):
+            url = (self.path / URL_FILE).read_text()
+            native = endpoint(self.path, API_ENDPOINT)
+            print(f"depthbatch: ready at {url} (native API at {native})", file=sys.stderr, flush=True)
+            return True
+        return False
+
+    def _restarts_too_often(self) -> bool:
+        starts = read_starts(self.path, "frontend")
+        while len(self._start_times) < starts:
+            self._start_times.append(time.monotonic())
+        recent = [start_s for start_s in self._start_times if start_s > time.monotonic() - RESTART_WINDOW_S]
+        return len(recent) > MAX_RESTARTS
+
+    def close(self) -> None:
+        """Nothing is left running and the run directory is gone."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(self._stop_wait_s + STOP_MARGIN_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._copier.join()
+        self._run_dir.remove()

@@ -1,0 +1,1 @@
+"""Which stage runs next: the policies, what they see and what they learn."""

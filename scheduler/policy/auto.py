@@ -1,0 +1,197 @@
+"""The policy ``auto``: coda now or after another core step, prefill now or later, by measured cost (scheduling.md).
+
+What it maximises (``--objective``):
+
+* ``throughput``: tokens per second in steady state.
+* ``latency``: keeps the ITL target between any two tokens and has as low a TTFT as that allows; where TTFT passes its own
+  target, both give way in the same proportion.
+* ``goodput``: tokens per second of the requests that keep both targets (TTFT, and the mean of their ITL). Requests that
+  can no longer keep theirs are served when nothing else waits.
+
+Throughput splits into two decisions that share one cost model, fitted online:
+
+* coda + prelude: the optimal stopping rule of ``coda_timing``, whose one number theta is chosen by a tournament that is
+  played in the background on the depths seen lately. Until that has a result, theta follows from the economic order
+  quantity; until costs are known, theta is 0 (coda at once, K = 1).
+* prefill: it has a fixed cost, delta_prefill, to be shared by the f free slots it fills; an empty slot wastes
+  kappa = (delta_core + codas a step * boundary_delta) / W a core step. With phi slots falling free a core step the
+  economic order quantity is the S of the least
+
+      delta_prefill ceil(S L / M) / S + kappa S / (2 phi)
+
+  a prompt, with prompts of L tokens in batches of M, the last one cut where a batch is full: sqrt(2 delta_prefill phi /
+  kappa) as long as they fit into one batch. Until known: the configured S.
+* prefill while slots are free and no coda is about to run (arrivals below saturation): it takes a prelude of its own,
+  delta_prelude + gamma for all, where the one after the next coda would take gamma more, and its rows run out of step
+  from then on. Waiting costs each of them the core steps until that coda. That is the bargain of a row that waits for
+  coda, so a prompt that could be prefilled counts as one in the stopping rule, at the same price theta: both wait, or
+  coda (if rows wait for it), prefill and one prelude run. Where boundary stages are cheap theta is 0 and nothing waits.
+  No row enters Q_R meanwhile, as that takes a prelude, so Q_R is empty within r_max core steps; beside an empty Q_R
+  nothing waits. Under targets prompts do not wait for this, as it would be at the cost of TTFT.
+
+The other objectives take these decisions too, but ``prefill_pacing`` says whether and how much prefill may run.
+Coda is timed alike under all three: with a given number of rows mean ITL = rows / tokens per second.
+
+Prefill is tried between coda and prelude, so that new rows and returning rows share one prelude.
+
+No constant here belongs to a model or device. Approximation: see ``coda_timing``; the steps that fill slots and those
+that empty queues at the end of a workload are treated like steady state. Decisions use lookahead only: recorded depths
+beyond the next core step are not looked at, although a replayed request would give them away.
+"""
+
+import numpy as np
+
+from depthbatch.common.frames import Stage
+from depthbatch.scheduler.config import SchedulerConfig, bucket_table
+from depthbatch.scheduler.inflight import InFlightStep
+from depthbatch.scheduler.policy.coda_timing import Tournament, defer, first_guess
+from depthbatch.scheduler.policy.cost_model import StageCosts
+from depthbatch.scheduler.policy.exit_forecast import ExitForecast
+from depthbatch.scheduler.policy.fixed import Move, PrefillLimit, QueueView
+from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, Pacing, PrefillCost, Targets
+
+_REFRESH_STEPS = 32  # core steps between refits; in the beginning also after 8 and 16
+_ROUND_S = 60e-6  # about what a round of the tournament takes the scheduler
+_LEARNING_SHARE = 0.1  # of the device's time that rounds may take until there is a verdict,
+_STEADY_SHARE = 0.005  # and after that
+_MOST_ROUNDS = 4  # beside one core step
+_FORGET = 0.5  # of the flow counts, whenever they cover _FLOW_WIDTHS widths of finished requests
+_FLOW_WIDTHS = 4
+
+
+class AutoPolicy:
+    """Learns from retired stages and decides from queue sizes, known exits and hazards."""
+
+    full_depth = False
+    learns = True
+    prefill_limit: PrefillLimit | None = None
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        width = config.max_num_seqs
+        self._bucket_of = bucket_table(config.buckets, width)
+        self._max_batched_tokens = config.max_num_batched_tokens
+        self.costs = StageCosts()
+        self.forecast = ExitForecast(width, config.r_max)
+        self.tournament = Tournament(width, self.forecast, self._bucket_of)
+        self._flow = _Flow(width)
+        self.theta = 0.0  # row-places, the price of serving one token
+        self.min_free_slots = config.min_free_slots  # S in force
+        self._core_steps = 0
+        self._core_s = 0.0  # of the latest core step
+        self._credit_s = 0.0  # time that rounds of the tournament may take
+        self._last_end_s: float | None = None  # of the latest stage, on the worker's clock
+        self._pacing: Pacing | None = None  # of prefill, under targets
+        if config.objective != "throughput":
+            targets = Targets(config.ttft_target_s, config.itl_target_s)
+            self._pacing = Pacing(config.objective, targets, width, config.max_num_batched_tokens)
+        self._decode = DecodeForecast(self.forecast.remaining(), 0.0)
+        self._context = 0.0  # tokens a row, in the latest core step
+
+    def choose(self, view: QueueView) -> Move | None:
+        """The next move; None when nothing can run."""
+        can_prefill = view.can_prefill(self.min_free_slots) if self._pacing is None else self._paced(self._pacing, view)
+        if view.q_d:
+            return Move.PREFILL if can_prefill else Move.PRELUDE
+        may_wait = can_prefill and self._pacing is None
+        waiting = view.q_c + (max(1, min(view.q_p, view.free_slots)) if may_wait else 0)
+        if waiting and not (view.q_r and self._defers(view, waiting)):
+            return Move.CODA if view.q_c else Move.PREFILL
+        if can_prefill and not may_wait:
+            return Move.PREFILL
+        if not view.q_r:
+            return None
+        self._core_steps += 1
+        self._think(view)
+        return Move.CORE
+
+    def observe(self, step: InFlightStep, start_s: float, end_s: float) -> None:
+        """A stage has retired. A stage costs what the worker waited for it, too, while there was work: that is how the
+        price of a message per stage gets into the decision where stages are not queued ahead."""
+        waited_since_s = start_s if step.after_no_work or self._last_end_s is None else self._last_end_s
+        self._last_end_s = end_s
+        rows = step.slots.size
+        self.costs.add(step.stage, rows, self._bucket_of[rows], step.tokens, end_s - waited_since_s)
+        self._flow.add(step)
+        if self._pacing is not None:
+            self._pacing.observe(step, end_s - waited_since_s, end_s)
+        if step.stage is Stage.CORE:
+            self._core_s = end_s - start_s
+            self._context = step.tokens / max(rows, 1)
+        elif step.stage is Stage.CODA:
+            self.forecast.add(step.slots, step.depths)
+
+    def _defers(self, view: QueueView, waiting: int) -> bool:
+        if self.theta <= 0.0:
+            return False
+        ready = view.ready_rows()
+        if view.informed:
+            exits = np.bincount(ready.loops[~ready.leaving], minlength=self.forecast.r_max + 1) @ self.forecast.stay
+            exits[0] += np.count_nonzero(ready.leaving)
+        else:
+            exits = np.bincount(ready.loops, minlength=self.forecast.r_max + 1) @ self.forecast.blind
+        return defer(self.theta, waiting, exits)
+
+    def _paced(self, pacing: Pacing, view: QueueView) -> bool:
+        """Whether prefill may run under the targets; sets its limit."""
+        known = self.costs.prefill_delta
+        cost = None if known is None else PrefillCost(known, self.costs.prefill_gamma)
+        self.prefill_limit = pacing.limit(view, self.min_free_slots, cost, self._decode)
+        return self.prefill_limit is not None
+
+    def _think(self, view: QueueView) -> None:
+        """What is done beside a core step: a round of the tournament, and now and then a refit."""
+        share = _STEADY_SHARE if self.tournament.settled else _LEARNING_SHARE
+        self._credit_s = min(self._credit_s + share * self._core_s, _MOST_ROUNDS * _ROUND_S)
+        while self._credit_s >= _ROUND_S:
+            self._credit_s -= _ROUND_S
+            self.tournament.play(view.informed)
+        if self._core_steps % _REFRESH_STEPS == 0 or self._core_steps in (8, 16):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self.costs.refit()
+        self.forecast.refresh()
+        self.tournament.refresh()
+        if self._pacing is not None:
+            row_s = self.costs.row_seconds(self._context, self.forecast.mean_depth)
+            self._decode = DecodeForecast(self.forecast.remaining(), row_s)
+        costs = self.costs.decode
+        if costs is None:
+            return
+        core, boundary = costs.core_delta, costs.boundary_delta
+        best = self.tournament.best(costs)
+        self.theta = first_guess(core, boundary, self.forecast.mean_depth) if best is None else best
+        if self.costs.prefill_delta is not None:
+            batch = self._flow.prefill_batch(core, boundary, self.costs.prefill_delta, self._max_batched_tokens)
+            self.min_free_slots = self.min_free_slots if batch is None else batch
+
+
+class _Flow:
+    """How many stages, tokens and requests pass, with forgetting."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._cores = self._codas = self._admitted = self._prompt_tokens = 0.0
+
+    def add(self, step: InFlightStep) -> None:
+        """Counts a retired stage. Prefills before the first coda fill an empty engine and are not counted."""
+        if step.stage is Stage.CORE:
+            self._cores += 1
+        elif step.stage is Stage.CODA:
+            self._codas += 1
+        elif step.stage is Stage.PREFILL and self._codas:
+            self._admitted += len(step.requests)
+            self._prompt_tokens += step.tokens
+            if self._admitted > _FLOW_WIDTHS * self._width:
+                for name in ("_cores", "_codas", "_admitted", "_prompt_tokens"):
+                    setattr(self, name, _FORGET * getattr(self, name))
+
+    def prefill_batch(self, core: float, boundary: float, prefill: float, max_tokens: int) -> int | None:
+        """S by the economic order quantity (deltas in seconds); None before requests enough have passed."""
+        if self._admitted < self._width or not self._cores:
+            return None
+        per_step = self._admitted / self._cores
+        wasted = (core + boundary * self._codas / self._cores) / self._width
+        sizes = np.arange(1.0, self._width + 1.0)
+        batches = np.ceil(sizes * self._prompt_tokens / (self._admitted * max_tokens))
+        return 1 + int(np.argmin(prefill * batches / sizes + wasted * sizes / (2.0 * per_step)))

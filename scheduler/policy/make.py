@@ -1,0 +1,19 @@
+"""Which policy object a configuration asks for."""
+
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.policy.auto import AutoPolicy
+from depthbatch.scheduler.policy.fixed import ContinuousBatching, NoRefill, Policy, Refill
+
+
+def make_policy(config: SchedulerConfig) -> Policy:
+    """The policy of that name (common.config.POLICIES)."""
+    match config.policy:
+        case "cb":
+            return ContinuousBatching()
+        case "no-refill":
+            return NoRefill()
+        case "refill":
+            return Refill(config.min_coda_batch)
+        case "auto":
+            return AutoPolicy(config)
+    raise ValueError(f"unknown policy {config.policy}")

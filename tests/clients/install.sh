@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# What the tests against foreign clients need: a virtual environment of its own, and two Debian packages.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+venv=.venv-clients
+if [ ! -f "$venv/.installed" ] || [ tests/clients/requirements.txt -nt "$venv/.installed" ]; then
+    test -x "$venv/bin/python" || python3 -m venv "$venv"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+    touch "$venv/.installed"
+fi
+missing=()
+command -v promtool >/dev/null || missing+=(prometheus)
+command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
+if [ ${#missing[@]} -gt 0 ]; then
+    sudo=()
+    [ "$(id -u)" = 0 ] || sudo=(sudo)
+    "${sudo[@]}" apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive "${sudo[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi

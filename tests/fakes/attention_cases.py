@@ -1,0 +1,148 @@
+"""Random attention problems for two backends with equal caches, and the C libraries under test."""
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from depthbatch.common.errors import ConfigError
+from depthbatch.worker.attention.cpu import CpuAttention
+from depthbatch.worker.attention.interface import (
+    CacheGeometry,
+    DecodeRows,
+    PrefillRows,
+    Rotation,
+)
+from depthbatch.worker.attention.sdpa import SdpaAttention
+from depthbatch.worker.layers.cpu.library import Kernels, load_kernels
+
+CPU = torch.device("cpu")
+MAX_BLOCKS = 4  # of a sequence
+
+
+def kernels_for(mode: str) -> Kernels:
+    """The C library of ``mode``; skips the test where no compiler can build it."""
+    try:
+        kernels = load_kernels(mode)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert kernels is not None
+    return kernels
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> CacheGeometry:
+    """Small caches of every shape class: grouped heads, tails of 8 features, blocks below and above a tile of 16."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 4]))
+    return CacheGeometry(
+        num_blocks=8 * MAX_BLOCKS + 1,
+        block_size=draw(st.sampled_from([4, 16, 16, 32])),
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([8, 16, 24, 40, 64, 96, 128])),
+        planes=(1, draw(st.integers(1, 4))),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        device=CPU,
+    )
+
+
+class Projections(NamedTuple):
+    """Inputs of one attention call."""
+
+    q: torch.Tensor  # [N, H, Dh]
+    k: torch.Tensor  # [N, Hkv, Dh]
+    v: torch.Tensor  # [N, Hkv, Dh]
+
+
+@dataclass
+class Case:
+    """The C backend and the oracle, in the same type and in fp32, over the same random memory."""
+
+    geometry: CacheGeometry
+    tested: CpuAttention
+    oracle: SdpaAttention
+    exact: SdpaAttention  # fp32 whatever the type: what rounding is measured against
+    block_tables: torch.Tensor  # [9, MAX_BLOCKS]; slot 0 is the dummy
+    generator: torch.Generator
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.geometry.dtype)
+
+    def projections(self, n: int) -> Projections:
+        g = self.geometry
+        return Projections(
+            self.randn(n, g.num_heads, g.head_dim),
+            self.randn(n, g.num_kv_heads, g.head_dim),
+            self.randn(n, g.num_kv_heads, g.head_dim),
+        )
+
+    def rotation(self, n: int, interleaved: bool) -> Rotation:
+        angles = torch.randn(n, self.geometry.head_dim // 2, generator=self.generator)
+        return Rotation(interleaved, angles.cos(), angles.sin())
+
+    @property
+    def tolerance(self) -> float:
+        """bf16: weights and output are rounded to 8 bits, values are within about 4."""
+        return 2e-6 if self.geometry.dtype is torch.float32 else 4 * 2.0**-7
+
+
+def make_case(geometry: CacheGeometry, kernels: Kernels, seed: int) -> Case:
+    """Caches full of random numbers, tables full of distinct blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    tested, oracle = CpuAttention(geometry, kernels), SdpaAttention(geometry)
+    exact = SdpaAttention(geometry._replace(dtype=torch.float32))
+    for layer in range(len(geometry.planes)):
+        for name in ("k_cache", "v_cache"):
+            content = torch.randn(getattr(oracle, name)[layer].shape, generator=generator).to(geometry.dtype)
+            for backend in (tested, oracle, exact):
+                getattr(backend, name)[layer].copy_(content)
+    tables = torch.zeros(9, MAX_BLOCKS, dtype=torch.int32)
+    tables[1:] = 1 + torch.randperm(8 * MAX_BLOCKS, generator=generator).int().view(8, MAX_BLOCKS)
+    return Case(geometry, tested, oracle, exact, tables, generator)
+
+
+def decode_rows(case: Case, layer: int, seed: int) -> DecodeRows:
+    """Rows of distinct slots at positions on and beside block borders, in mixed planes, and two dummies."""
+    rng, size = random.Random(seed), case.geometry.block_size
+    slots = [*rng.sample(range(1, 9), rng.randint(1, 6)), 0, 0]
+    borders = [0, 1, size - 1, size, size + 1, 2 * size - 1, 3 * size + 1, MAX_BLOCKS * size - 1]
+    positions = [rng.choice([*borders, rng.randrange(MAX_BLOCKS * size)]) for _ in slots[:-2]] + [0, 0]
+    planes = [rng.randrange(case.geometry.planes[layer]) for _ in slots[:-2]] + [0, 0]
+    return DecodeRows(int32(slots), int32(positions), int32(planes), case.block_tables)
+
+
+def prefill_rows(case: Case, layer: int, seed: int) -> PrefillRows:
+    """Chunks of several sequences: fresh ones, ones with a cached prefix, single tokens."""
+    rng, capacity = random.Random(seed), MAX_BLOCKS * case.geometry.block_size
+    slots = rng.sample(range(1, 9), rng.randint(1, 4))
+    starts = [rng.choice([0, rng.randrange(capacity)]) for _ in slots]
+    lengths = [rng.choice([1, rng.randint(1, capacity - start)]) for start in starts]
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return PrefillRows(
+        slots=int32(slots),
+        starts=int32(starts),
+        lengths=int32(lengths),
+        cu_lengths=int32([0, *ends]),
+        token_slots=int32([slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]),
+        positions=int32([start + i for start, n in zip(starts, lengths, strict=True) for i in range(n)]),
+        plane=rng.randrange(case.geometry.planes[layer]),
+        block_tables=case.block_tables,
+        starts_host=tuple(starts),
+        lengths_host=tuple(lengths),
+    )
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def widen(projections: Projections) -> Projections:
+    return Projections(*(x.float() for x in projections))
+
+
+def real_blocks(cache: torch.Tensor, planes: int) -> torch.Tensor:
+    """The cache without the dummy block, whose content nobody looks at."""
+    return cache[planes:]

@@ -1,0 +1,24 @@
+"""Puts the fake engine's processes in the place of the real ones."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.frontend.processes import Launcher
+from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
+
+FAKE = Path(__file__).parent / "engine_processes.py"
+
+
+def use_fake_engine(patch: pytest.MonkeyPatch) -> None:
+    """The Launcher starts fake_engine.py; every model has the demo's tokenizer, whatever it is called."""
+    patch.setattr(Launcher, "program", staticmethod(lambda name: [sys.executable, str(FAKE), name]))
+    for module in ("llm", "async_engine"):
+        patch.setattr(f"depthbatch.frontend.{module}.load_model_tokenizer", _load_demo)
+        patch.setattr(f"depthbatch.frontend.{module}.resolve_model_dir", lambda model: None)
+
+
+def _load_demo(model: str) -> Tokenizer | None:
+    return load_tokenizer(resolve_model_dir("demo"))

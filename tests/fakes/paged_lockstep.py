@@ -1,0 +1,157 @@
+"""Drives a scheduler and a PagedWorker, with results held back as long as one likes, and keeps the books."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from depthbatch.common.messages import Submit, TokenEvent
+from depthbatch.scheduler.assembly import ScheduledStage
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
+from fakes.paged_worker import PagedWorker
+
+
+@dataclass
+class Answer:
+    """What a client has seen of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    cuts: bytes = field(default=b"", compare=False)
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+class Lockstep:
+    """Scheduler and worker in one thread. Every event is checked against the rules of a stream."""
+
+    def __init__(self, config: SchedulerConfig, verify_every: int = 1) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.worker = PagedWorker(config)
+        self.results: deque = deque()
+        self.submits: dict[int, Submit] = {}
+        self.answers: dict[int, Answer] = {}
+        self.rejected: dict[int, str] = {}
+        self.stages: list[tuple] = []
+        self.dispatched = 0
+        self.keep_stages = False
+        self.waits = 0  # times that a preempted request's tokens in flight held everything up
+        self._verify_every = verify_every
+        self._operations = 0
+
+    def submit(self, submit: Submit) -> bool:
+        refusal = self.scheduler.submit(submit)
+        if refusal is not None:
+            self.rejected[submit.request_id] = refusal.reason
+        else:
+            generated = np.frombuffer(submit.generated, "<i4").tolist()
+            self.submits[submit.request_id] = submit
+            self.answers[submit.request_id] = Answer(tokens=generated, depths=list(submit.generated_depths))
+        self._settle(self.scheduler.drain_events())
+        return refusal is None
+
+    def abort(self, request_id: int) -> bool:
+        known = self.scheduler.abort(request_id)
+        answer = self.answers.get(request_id)
+        assert known == (answer is not None and answer.finish_reason is None), "abort knows what is unanswered"
+        self._settle(self.scheduler.drain_events())
+        return known
+
+    def lose_worker(self) -> None:
+        """It dies with everything in flight; the next one starts empty."""
+        self.results.clear()
+        self.scheduler.recover()
+        self._start_worker()
+        self._settle(self.scheduler.drain_events())
+
+    def lose_scheduler(self) -> None:
+        """It dies, and its worker with it; what is unanswered is submitted again with what has been seen of it."""
+        self.results.clear()
+        self.scheduler = Scheduler(self.config)
+        self._start_worker()
+        for request_id, answer in self.answers.items():
+            if answer.finish_reason is None:
+                submit = self.submits[request_id]
+                generated = np.asarray(answer.tokens, np.int32).tobytes()
+                known = Submit(
+                    request_id, submit.prompt, submit.params, generated, bytes(answer.depths), cuts=answer.cuts
+                )
+                assert self.scheduler.submit(known) is None
+        self._settle(self.scheduler.drain_events())
+
+    def _start_worker(self) -> None:
+        former, self.worker = self.worker, PagedWorker(self.config)
+        self.worker.last_step_id = self.scheduler._next_step_id - 1
+        self.worker.cuts = former.cuts
+        self.worker.rebuilt, self.worker.decoded_again = former.rebuilt, former.decoded_again
+
+    def dispatch(self) -> ScheduledStage | None:
+        """One stage, executed at once (the worker's order is the order of dispatch), its result held back."""
+        may_choose = not self.scheduler._in_flight.full()
+        stage = self.scheduler.next_stage(0.0)
+        self.waits += stage is None and may_choose and bool(self.scheduler._unsettled)
+        if stage is not None:
+            self.dispatched += 1
+            if self.keep_stages:
+                params = None if stage.slot_params is None else stage.slot_params.tobytes()
+                self.stages.append((int(stage.header.stage), stage.header.rows, stage.frame.tobytes(), params))
+            self.results.append(self.worker.execute(stage))
+            assert len(self.results) <= self.config.max_stages_in_flight
+            self._verify()
+        return stage
+
+    def complete(self) -> bool:
+        if not self.results:
+            return False
+        self._settle(self.scheduler.complete(self.results.popleft(), 0.0))
+        return True
+
+    def run(self, hold: Callable[[], bool] = lambda: False, steps: int = 1_000_000) -> None:
+        """Until nothing is left. ``hold`` says whether to let results wait although one could be taken."""
+        for _ in range(steps):
+            if self.results and not hold():
+                self.complete()
+            elif self.dispatch() is None and not self.complete():
+                assert self.scheduler.num_unfinished == 0, "nothing can run, yet requests are unanswered"
+                return
+        raise AssertionError(f"not finished after {steps} steps")
+
+    def run_script(self, script: dict[int, list[Callable[["Lockstep"], object]]], rng: random.Random | None) -> None:
+        """Applies actions at stage counts (or, when nothing can run, at once), so that they fall on the same points
+        of the schedule however late results come. rng None: results come as late as the scheduler allows."""
+        todo = sorted(script)
+        while True:
+            while todo and todo[0] <= self.dispatched:
+                for action in script[todo.pop(0)]:
+                    action(self)
+            if rng is not None and self.results and rng.random() < 0.5:
+                self.complete()
+            elif self.dispatch() is None and not self.complete():
+                if not todo:
+                    assert self.scheduler.num_unfinished == 0
+                    return
+                for action in script[todo.pop(0)]:
+                    action(self)
+
+    def _settle(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            answer = self.answers[event.request_id]
+            assert answer.finish_reason is None, "news of a request that was answered"
+            assert len(event.token_ids) == len(event.exit_depths)
+            answer.tokens.extend(event.token_ids)
+            answer.depths.extend(event.exit_depths)
+            answer.cuts = event.cuts or answer.cuts
+            answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
+        self._verify()
+
+    def _verify(self) -> None:
+        self._operations += 1
+        if self._operations % self._verify_every == 0:
+            self.scheduler.verify()
+            view, scheduler = self.scheduler.view, self.scheduler
+            assert view.q_d + view.q_r + view.q_c <= self.config.max_num_seqs
+            assert scheduler.num_running + scheduler.num_waiting <= scheduler.num_unfinished

@@ -1,0 +1,1 @@
+"""Blocks of layers and the operators they are made of."""

@@ -1,0 +1,73 @@
+"""A run of transformer blocks as data: what every looped model's prelude, core and coda are made of.
+
+The plain loop here is the meaning; an attention backend may run the whole stack in one pass with the same result.
+Knows nothing of slots, cache blocks or loops.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from depthbatch.worker.attention.interface import Rotation
+from depthbatch.worker.layers.ops import GatedLinear, Linear, add_rms_norm, rms_norm, rms_norm_add
+
+if TYPE_CHECKING:
+    from depthbatch.worker.models.interface import AttentionContext
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attention and a gated MLP, each with a norm on its input and one on its output."""
+
+    norm_in: Tensor  # [D]
+    qkv: Linear  # D -> (H + 2 Hkv) Dh
+    qk_bias: Tensor | None  # [(H + Hkv) Dh], added to q and k before the rotation
+    out: Linear  # H Dh -> D
+    norm_out: Tensor  # [D]
+    norm_mlp_in: Tensor  # [D]
+    gate_up: GatedLinear  # D -> I
+    down: Linear  # I -> D
+    norm_mlp_out: Tensor  # [D]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockStack:
+    """Blocks that run one after the other on cache layers first_layer, first_layer + 1, ...
+
+    norm_on_sum: a branch joins the stream as x = norm(x + branch) (Huginn), else as x = x + norm(branch) (Ouro).
+    final_norm [D] is applied to the result, if given.
+    """
+
+    blocks: tuple[Block, ...]
+    first_layer: int
+    norm_on_sum: bool
+    eps: float
+    final_norm: Tensor | None = None
+
+    def __call__(self, x: Tensor, rotation: Rotation, attend: "AttentionContext") -> Tensor:
+        """x [N, D] -> [N, D]."""
+        fused = attend.run_stack(self, x, rotation) if self.blocks else None
+        return self.plain(x, rotation, attend) if fused is None else fused
+
+    def plain(self, x: Tensor, rotation: Rotation, attend: "AttentionContext") -> Tensor:
+        """The same, operator by operator."""
+        for layer, block in enumerate(self.blocks, self.first_layer):
+            x = self.after_attention(block, x, attend.from_qkv(layer, self.qkv(block, x), rotation, block.qk_bias))
+        return self.ended(x)
+
+    def qkv(self, block: Block, x: Tensor) -> Tensor:
+        """What a block's attention starts from: x [N, D] -> [N, (H + 2 Hkv) Dh], not rotated."""
+        return block.qkv(rms_norm(x, block.norm_in, self.eps))
+
+    def after_attention(self, block: Block, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a block: its input x [N, D], attended [N, H Dh] -> [N, D]."""
+        x = self._join(x, block.out(attended), block.norm_out)
+        return self._join(x, block.down(block.gate_up(rms_norm(x, block.norm_mlp_in, self.eps))), block.norm_mlp_out)
+
+    def ended(self, x: Tensor) -> Tensor:
+        """The last block's output [N, D] as the stack gives it."""
+        return x if self.final_norm is None else rms_norm(x, self.final_norm, self.eps)
+
+    def _join(self, x: Tensor, branch: Tensor, norm: Tensor) -> Tensor:
+        return add_rms_norm(x, branch, norm, self.eps) if self.norm_on_sum else rms_norm_add(x, branch, norm, self.eps)

@@ -1,0 +1,153 @@
+"""From a name or directory to a model on a device: config.json and *.safetensors only, never remote code.
+
+Checks everything a file can get wrong before any weight is used; each failure is a ModelError of one line that names
+the file, tensor or field. Knows no architecture: ``models.registry`` finds the family, the family says what it needs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
+from depthbatch.worker.models.checkpoint import (
+    Checkpoint,
+    CheckpointSource,
+    DummySource,
+    check_names_and_shapes,
+    read_json,
+)
+from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.family import BuildInputs, ModelFamily, SpecOptions, TensorTable
+from depthbatch.worker.models.interface import LoopedModel, ModelSpec
+from depthbatch.worker.models.registry import find_family
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOAD_FORMATS = ("auto", "dummy")
+STATE_INITS = ("zero", "seeded")
+
+
+@dataclass(frozen=True)
+class ModelDir:
+    """A resolved model directory with its parsed config and family."""
+
+    path: Path
+    config: ConfigReader
+    family: ModelFamily
+    dummy: bool  # weights are made up, not read
+
+    @property
+    def side_files(self) -> frozenset[str]:
+        """Names of the gate files beside the model that its family can use."""
+        return frozenset(name for name in self.family.side_tensors(self.config) if self.side_path(name).is_file())
+
+    def side_path(self, name: str) -> Path:
+        """Where a gate file lies."""
+        return self.path / f"{name}.safetensors"
+
+
+def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
+    """Resolves a name, reads its config.json and finds its family; weights are not touched.
+
+    The package's demo directory may hold a config alone; it then counts as load_format 'dummy'.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format '{load_format}' is not one of {', '.join(LOAD_FORMATS)}")
+    path = resolve_model_dir(name)
+    config = ConfigReader(read_json(path / "config.json"), str(path / "config.json"))
+    if "eos_token_id" in (generation := _generation_config(path)):
+        config.values["eos_token_id"] = _merge_ids(config.values.get("eos_token_id"), generation["eos_token_id"])
+    unfinished_demo = path.parent == DEMO_DIR and not any(path.glob("*.safetensors"))
+    return ModelDir(path, config, find_family(config), load_format == "dummy" or unfinished_demo)
+
+
+def _generation_config(path: Path) -> dict[str, object]:
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _merge_ids(first: object, second: object) -> list[object]:
+    """Both files' end-of-sequence ids as one list; null entries dropped."""
+    merged: list[object] = []
+    for value in (first, second):
+        merged += value if isinstance(value, list) else [] if value is None else [value]
+    return list(dict.fromkeys(merged))
+
+
+def resolve_dtype(model_dir: ModelDir, dtype: str) -> torch.dtype:
+    """The dtype of weights and KV. 'auto' is the config's, or that of the first stored tensor.
+
+    Raises ConfigError for an unknown option, ModelError when 'auto' finds a type that is not float32 or bfloat16.
+    """
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype '{dtype}' is not one of auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    config = model_dir.config
+    stored = config.values.get("dtype") or config.values.get("torch_dtype")
+    if stored is None:
+        stored = "float32" if model_dir.dummy else Checkpoint(model_dir.path).first_dtype()
+    if not isinstance(stored, str) or stored.removeprefix("torch.") not in DTYPES:
+        raise config.fail(f"the model's dtype {stored!r} is not supported; choose --dtype {' or '.join(DTYPES)}")
+    return DTYPES[stored.removeprefix("torch.")]
+
+
+def read_spec(path_or_name: str, dtype: str = "auto", load_format: str = "auto", r_max: int | None = None) -> ModelSpec:
+    """The model's facts without loading weights. Raises ModelError, or ConfigError for a bad option."""
+    model_dir = open_model_dir(path_or_name, load_format)
+    return _spec(model_dir, dtype, r_max)
+
+
+def _spec(model_dir: ModelDir, dtype: str, r_max: int | None) -> ModelSpec:
+    options = SpecOptions(resolve_dtype(model_dir, dtype), r_max, model_dir.side_files)
+    return model_dir.family.spec(model_dir.config, options)
+
+
+def load_model(
+    path_or_name: str,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    r_max: int | None = None,
+    state_init: str = "zero",
+) -> LoopedModel:
+    """A model with its weights on ``device``.
+
+    Args:
+        path_or_name: see ``resolve_model_dir``.
+        dtype: auto, float32 or bfloat16; auto is the checkpoint's.
+        device: a torch device.
+        load_format: 'dummy' makes weights from config.json and ``seed`` alone.
+        seed: of dummy weights.
+        r_max: loops of a full-depth token; None is the model's own.
+        state_init: 'zero' or 'seeded', for models with a recurrent state of their own.
+
+    Raises ModelError for anything wrong with the directory, ConfigError for a bad option.
+    """
+    if state_init not in STATE_INITS:
+        raise ConfigError(f"state_init '{state_init}' is not one of {', '.join(STATE_INITS)}")
+    model_dir = open_model_dir(path_or_name, load_format)
+    spec = _spec(model_dir, dtype, r_max)
+    table = model_dir.family.tensors(model_dir.config)
+    device = torch.device(device)
+    source: DummySource | CheckpointSource
+    if model_dir.dummy:
+        optional: frozenset[str] = frozenset()
+        source = DummySource(table, spec.dtype, device, seed)
+    else:
+        checkpoint = Checkpoint(model_dir.path)
+        optional = check_names_and_shapes(checkpoint, table)
+        source = CheckpointSource(checkpoint, spec.dtype, device)
+    tables = model_dir.family.side_tensors(model_dir.config)
+    side = {name: _side_tensors(model_dir.side_path(name), tables[name], device) for name in model_dir.side_files}
+    return model_dir.family.build(model_dir.config, spec, BuildInputs(source.take, optional, side, device, state_init))
+
+
+def _side_tensors(path: Path, table: TensorTable, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a gate file, fp32 whatever the model's type: gates decide in fp32."""
+    checkpoint = Checkpoint(path.parent, (path,))
+    check_names_and_shapes(checkpoint, table)
+    source = CheckpointSource(checkpoint, torch.float32, device)
+    return {name: source.take(name) for name in table.required}

@@ -1,0 +1,1 @@
+"""Runs stages: frames in, tokens and flags out."""

@@ -1,0 +1,1 @@
+"""From logits and states to tokens and exits."""

@@ -1,0 +1,74 @@
+"""Exit decisions of a core step, on the device, in fp32 (architecture, section 6; models.md).
+
+Returns raw flags: whether a row's gate fired at this loop. When a flag takes effect, and the bounds min_loops and
+max_loops, are the scheduler's. Knows nothing of slots or messages.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthbatch.common.gates import Gate
+from depthbatch.worker.models.interface import LoopedModel, WorkItem
+
+
+class Hazard(NamedTuple):
+    """The exit distribution so far: S_t and p_1 + .. + p_t, each fp32 [N]."""
+
+    survival: Tensor
+    cumulated: Tensor
+
+
+def accumulate_hazard(before: Hazard, logit: Tensor) -> Hazard:
+    """One loop of l_t = sigmoid(logit), p_t = l_t S_{t-1}, S_t = S_{t-1} (1 - l_t); logit fp32 [N].
+
+    fp32 because in bf16 the sum rounds to 1 and a threshold of 1 exits early (models.md, section 1).
+    """
+    hazard = torch.sigmoid(logit.float())
+    return Hazard(before.survival * (1.0 - hazard), before.cumulated + hazard * before.survival)
+
+
+def hazard_fires(state: Hazard, threshold: Tensor) -> Tensor:
+    """Cumulated probability reaches the threshold, inclusive; a threshold of 1 or more never fires. bool [N]."""
+    return (state.cumulated >= threshold) & (threshold < 1.0)
+
+
+def convergence_fires(distance: Tensor, threshold: Tensor, loops: Tensor) -> Tensor:
+    """Distance of consecutive states strictly under the threshold, from loop 2 on: s_0 is no state of the loop. bool [N]."""
+    return (distance < threshold) & (loops >= 2)
+
+
+class GateStep(NamedTuple):
+    """What a core step does to the gates of its rows."""
+
+    flags: Tensor  # uint8 [N]
+    hazard: Hazard
+
+
+def gate_step(
+    model: LoopedModel,
+    kind: Tensor,
+    threshold: Tensor,
+    loops: Tensor,
+    hazard: Hazard,
+    before: WorkItem,
+    after: WorkItem,
+) -> GateStep:
+    """Flags of rows that ran ``loops`` [N] and went from item ``before`` to ``after``; kind int32 [N] of Gate.
+
+    A model has either a hazard gate (OWN, DELAYED and, with a trained head, LOOKAHEAD use it) or a convergence test
+    (OWN, DELAYED and CONVERGENCE use it). Rows whose gate does not decide on the device never fire.
+    """
+    own = (kind == Gate.OWN) | (kind == Gate.DELAYED)
+    if Gate.CONVERGENCE in model.spec.gates:
+        fires = convergence_fires(model.convergence(before, after), threshold, loops)
+        return GateStep((fires & (own | (kind == Gate.CONVERGENCE))).to(torch.uint8), hazard)
+    logit = model.gate_logit(after)
+    decides = own
+    if Gate.LOOKAHEAD in model.spec.gates:
+        ahead = kind == Gate.LOOKAHEAD
+        logit = torch.where(ahead, model.lookahead_logit(after), logit)
+        decides = own | ahead
+    state = accumulate_hazard(hazard, logit)
+    return GateStep((hazard_fires(state, threshold) & decides).to(torch.uint8), state)

@@ -1,0 +1,103 @@
+"""What changes logits before a token is chosen: additions, penalties, a grammar's mask; and the counts they need.
+
+Order and arithmetic are vLLM's: logit_bias and the stop tokens that min_tokens holds off, then the repetition penalty
+(prompt and output), then frequency and presence penalties (output). A row that asks for nothing keeps its logits bit
+for bit, so it may share a batch with rows that do. Device code: fixed shapes, no host synchronisation.
+
+Memory: 5 bytes a slot and vocabulary entry, and V / 8 + 8 KiB a slot (64 slots of a vocabulary of 49,152: 16 MB); on
+the CPU, pages that nothing has touched are not there. Knows nothing of requests.
+"""
+
+import torch
+from torch import Tensor
+
+from depthbatch.common.frames import MAX_ADJUSTMENTS
+from depthbatch.worker.sampling.slot_params import SlotParams
+
+MASK_BITS = 32
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of one row's mask."""
+    return -(-vocab_size // MASK_BITS)
+
+
+class Shaping:
+    """Static tensors of ``rows`` slots, the dummy included.
+
+    ::
+
+        counts     int32 [rows, V]                how often a token is in the slot's output
+        in_prompt  bool  [rows, V]                whether it is in the slot's prompt
+        tokens     int32 [rows, MAX_ADJUSTMENTS]  tokens whose logits are added to, and
+        additions  fp32  [rows, MAX_ADJUSTMENTS]  what; only the first ``params.adjustments`` entries count
+        allowed    int32 [rows, ceil(V / 32)]     a bit a token, of constrained slots
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(rows, MAX_ADJUSTMENTS, dtype=torch.int32, device=device)
+        self.additions = torch.zeros(rows, MAX_ADJUSTMENTS, dtype=torch.float32, device=device)
+        self.allowed = torch.full((rows, mask_words(vocab_size)), -1, dtype=torch.int32, device=device)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.counts, self.in_prompt, self.tokens, self.additions, self.allowed)
+
+    def set_adjustments(self, entries: Tensor) -> None:
+        """Takes adjustment rows of ``common.frames``: int32 [n, 4], on the device."""
+        index = entries[:, 0].long() * MAX_ADJUSTMENTS + entries[:, 1].long()
+        self.tokens.view(-1).index_copy_(0, index, entries[:, 2])
+        self.additions.view(torch.int32).view(-1).index_copy_(0, index, entries[:, 3])
+
+    def set_allowed(self, slots: Tensor, masks: Tensor) -> None:
+        """Masks int32 [n, ceil(V / 32)] of slots int64 [n]."""
+        self.allowed.index_copy_(0, slots, masks)
+
+    def note_prompt(
+        self, slots: Tensor, starts: Tensor, token_slots: Tensor, token_ids: Tensor, is_output: Tensor
+    ) -> None:
+        """Counts the tokens of packed prompt chunks; a chunk from position 0 forgets what its slot held before.
+
+        slots int64, starts int32 [n_seqs]; token_slots int64, token_ids int32 and is_output bool [n_tokens], the last
+        one for tokens that a resumed request has generated itself.
+        """
+        goes_on = (starts > 0).unsqueeze(1)
+        self.counts.index_copy_(0, slots, self.counts.index_select(0, slots) * goes_on)
+        self.in_prompt.index_copy_(0, slots, self.in_prompt.index_select(0, slots) & goes_on)
+        index = token_slots * self.vocab_size + token_ids
+        self.counts.view(-1).scatter_add_(0, index, is_output.to(torch.int32))
+        self.in_prompt.view(-1).index_fill_(0, torch.where(is_output, 0, index), True)  # output: into the dummy slot
+
+    def note_output(self, slots: Tensor, tokens: Tensor, times: int = 1) -> None:
+        """Counts the tokens that rows were just given (``times`` -1: were not given); slots int64 [N], tokens int32 [N]."""
+        index = slots * self.vocab_size + tokens
+        self.counts.view(-1).scatter_add_(0, index, torch.full_like(tokens, times))
+
+    def apply(self, logits: Tensor, slots: Tensor, params: SlotParams, positions: Tensor) -> Tensor:
+        """Shaped logits of the tokens that go to ``positions`` int32 [N]; logits fp32 [N, V] are left as they are."""
+        shaped = logits.scatter_add(1, self.tokens.index_select(0, slots).long(), self._sums(slots, params, positions))
+        counts = self.counts.index_select(0, slots)
+        present = counts > 0
+        seen = self.in_prompt.index_select(0, slots).logical_or_(present)
+        repetition = torch.where(params.repetition > 0, params.repetition, 1.0).unsqueeze(1)
+        scratch = torch.where(shaped > 0, repetition.reciprocal(), repetition)
+        shaped.mul_(scratch.masked_fill_(seen.logical_not_(), 1.0))
+        shaped.sub_(scratch.copy_(counts).mul_(params.frequency.unsqueeze(1)))
+        return shaped.sub_(scratch.copy_(present).mul_(params.presence.unsqueeze(1)))
+
+    def constrain(self, logits: Tensor, slots: Tensor, params: SlotParams) -> Tensor:
+        """-inf for what a constrained row's grammar forbids now; fp32 [N, V]."""
+        bits = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
+        allowed = (self.allowed.index_select(0, slots).unsqueeze(2) >> bits) & 1
+        forbidden = allowed.view(len(slots), -1)[:, : self.vocab_size] == 0
+        return logits.masked_fill(forbidden & (params.constrained > 0).unsqueeze(1), -torch.inf)
+
+    def _sums(self, slots: Tensor, params: SlotParams, positions: Tensor) -> Tensor:
+        """What is added to the logit of each table entry now, 0 for entries that do not count: fp32 [N, A]."""
+        additions = self.additions.index_select(0, slots)
+        column = torch.arange(MAX_ADJUSTMENTS, dtype=torch.int32, device=slots.device)
+        held_off = (positions < params.min_until).unsqueeze(1)
+        counts = (column < params.adjustments.unsqueeze(1)) & (held_off | (additions > -torch.inf))
+        return torch.where(counts, additions, 0.0)

@@ -1,1 +1,0 @@
-"""Training of demo models and exit gates."""
