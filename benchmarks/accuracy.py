@@ -229,7 +229,7 @@ def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> R
 def _engine(config: EngineConfig) -> "LLM":
     from depthbatch.frontend.llm import LLM
 
-    return LLM(config.model, quiet=True, **{name: getattr(config, name) for name in FIELD_NAMES if name != "model"})
+    return LLM.from_config(config, quiet=True)
 
 
 def _layout_row(info: EngineInfo, accuracy: float) -> Report:

@@ -19,7 +19,7 @@ import numpy as np
 
 from depthbatch.benchmarks.cpu_engine import SHAPE, make_workload
 from depthbatch.benchmarks.throughput import PolicyChoice
-from depthbatch.common.config import FIELD_NAMES, EngineConfig
+from depthbatch.common.config import EngineConfig
 
 AUTO = "auto"
 
@@ -77,8 +77,7 @@ class _Engine:
             threads=args.threads,
             async_scheduling=args.async_scheduling,
         )
-        options = {name: getattr(config, name) for name in FIELD_NAMES if name != "model"}
-        self._llm = stack.enter_context(LLM(directory, quiet=True, **options))
+        self._llm = stack.enter_context(LLM.from_config(config, quiet=True))
         vocabulary = self._llm.info.vocab_size
         self._prompts = [r.prompt(index, vocabulary).tolist() for index, r in enumerate(workload.requests)]
         self._params = [request.sampling() for request in workload.requests]

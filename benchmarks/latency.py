@@ -95,8 +95,7 @@ def run_latency(args: argparse.Namespace) -> int:
     config = config_from_sources(args, model=args.model)
     longest = max(args.context) + args.tokens + 1
     config = replace(config, policy="no-refill", max_num_seqs=max(args.batch), min_free_slots=1, max_model_len=longest)
-    options = {name: getattr(config, name) for name in FIELD_NAMES if name != "model"}
-    with LLM(config.model, **options) as llm:
+    with LLM.from_config(config) as llm:
         loops = args.loops or sorted({1, max(1, llm.info.r_max // 2), llm.info.r_max})
         points = [Point(b, c, r) for b in args.batch for c in args.context for r in loops]
         samples = measure(llm, points, args.tokens, args.rounds)

@@ -37,8 +37,7 @@ def run_record_exits(args: argparse.Namespace) -> int:
         raise ConfigError("gate none lets no token exit early; give another --gate")
     if config.max_model_len is None:
         config = replace(config, max_model_len=workload.longest)
-    options = {name: getattr(config, name) for name in FIELD_NAMES if name != "model"}
-    with LLM(config.model, **options) as llm:
+    with LLM.from_config(config) as llm:
         if not llm.info.default_gate.may_exit_early:
             raise ConfigError(f"gate {llm.info.default_gate.label} lets no token exit early; give --gate")
         prompts = [r.prompt(index, llm.info.vocab_size).tolist() for index, r in enumerate(workload.requests)]

@@ -110,8 +110,7 @@ def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Reco
 
     if config.max_model_len is None:
         config = replace(config, max_model_len=workload.longest)
-    options = {name: getattr(config, name) for name in FIELD_NAMES if name != "model"}
-    with LLM(config.model, quiet=True, **options) as llm:
+    with LLM.from_config(config, quiet=True) as llm:
         prompts = [r.prompt(index, llm.info.vocab_size).tolist() for index, r in enumerate(workload.requests)]
         params = [request.sampling() for request in workload.requests]
         llm.generate(prompts[:_WARM_UP_REQUESTS], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))

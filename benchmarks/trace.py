@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from depthbatch.benchmarks.workload import Workload
-from depthbatch.common.config import ASYNC_MODES, FIELD_NAMES, POLICIES, EngineConfig
+from depthbatch.common.config import ASYNC_MODES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
@@ -79,7 +79,7 @@ def live_trace(workload: Workload, options: EngineConfig, kv_blocks: int) -> Ite
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "stages.jsonl")
         config = replace(options, stage_trace=str(path), kv_blocks=kv_blocks, max_model_len=max(workload.longest, 2))
-        with LLM(quiet=True, **{name: getattr(config, name) for name in FIELD_NAMES}) as llm:
+        with LLM.from_config(config, quiet=True) as llm:
             params = [request.sampling() for request in order]
             prompts = [request.prompt(index, llm.info.vocab_size).tolist() for index, request in enumerate(order)]
             llm.generate(prompts, params)

@@ -1,14 +1,30 @@
-"""What a child process owes its parent: to die with it, and to die of what fails in it. Called first in a child's main."""
+"""What a child process owes its parent: to die with it, and to die of what fails in it. ``run_child`` is a child's main."""
 
+import argparse
 import ctypes
 import os
 import signal
 import stat
 import threading
+from collections.abc import Callable
 
-from depthbatch.common.logging import get_logger
+from depthbatch.common.logging import get_logger, setup_logging
 
 _PR_SET_PDEATHSIG = 1
+
+
+def run_child(name: str, run: Callable[[str, str], int]) -> int:
+    """The main of the process ``name``: its arguments, its ties to the parent, its log; then ``run(run_dir, config_json)``,
+    whose exit status is returned."""
+    parser = argparse.ArgumentParser(prog=f"depthbatch.{name}")
+    parser.add_argument("--run-dir", required=True, help="directory that holds the sockets")
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--parent-pid", type=int, default=0, help="process to die with")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent_pid)
+    setup_logging(name)
+    die_with_threads()
+    return run(arguments.run_dir, arguments.config)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -20,9 +20,9 @@ from depthbatch.frontend.background import background, failure_of
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import COMPILE_LIMIT_S, GrammarChecker, out_of_time
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.llm import Prompt, describe, encode_prompt, load_model_tokenizer
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, Update
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.prompts import Prompt, assembler_of, describe, encode_prompt, load_model_tokenizer
 from depthbatch.frontend.tokenizer import Tokenizer
 
 TICK_S = 0.1  # deadlines, and a net under the edge-triggered socket descriptor
@@ -191,9 +191,7 @@ class AsyncEngine:
         self._after_send()
         name = str(internal_id) if request_id is None else request_id
         mailbox = self._mailboxes[internal_id] = Mailbox(name)
-        detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
-        scoring = Scoring(params.logprobs, params.prompt_logprobs, token_ids)
-        assembler = OutputAssembler(name, detokenizer, params.stop, params.min_tokens, scoring)
+        assembler = assembler_of(name, token_ids, params, self.tokenizer)
         try:
             while True:
                 delta = _merge(assembler, await mailbox.take())

@@ -124,7 +124,7 @@ def out_of_time(name: str) -> RequestError:
 def _compile(grammar: str) -> str:
     from llguidance import LLMatcher
 
-    from depthbatch.worker.sampling.grammar_matchers import LIMITS
+    from depthbatch.common.grammar_limits import LIMITS
 
     return _first_line(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
 

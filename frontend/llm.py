@@ -1,6 +1,5 @@
 """LLM: prompts in, outputs out, in the caller's thread. The plain way to use the engine from Python."""
 
-import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,16 +8,14 @@ from typing import Any, NamedTuple, Self
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import RequestError
-from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Scoring, Update
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Update
 from depthbatch.frontend.params import SamplingParams
-from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
+from depthbatch.frontend.prompts import Prompt, assembler_of, describe, encode_prompt, load_model_tokenizer
 
-Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]  # finished and total requests
 
 
@@ -27,37 +24,6 @@ class IndexedDelta(NamedTuple):
 
     prompt_index: int
     delta: OutputDelta
-
-
-def describe(info: EngineInfo) -> str:
-    """The line that every start prints: what runs, and how much fits."""
-    tokens = (info.num_blocks - 1) * info.block_size
-    return (
-        f"{info.model} ({info.architecture}, {info.r_max} loops) on {info.device}, {info.dtype}: "
-        f"{info.kv_bytes_per_token / 1024:.1f} KiB of KV per token ({info.kv_layout}), {tokens} tokens fit"
-    )
-
-
-def load_model_tokenizer(model: str) -> Tokenizer | None:
-    """The tokenizer of a MODEL argument. Raises ModelError when there is no such model."""
-    return load_tokenizer(resolve_model_dir(model))
-
-
-def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
-    """Token ids of a prompt, or of token ids themselves. Raises RequestError when text cannot be served, and naming the
-    argument when it is of another type."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be a SamplingParams, not {repr(params)[:80]}", "params")
-    if tokenizer is None and params.stop:
-        raise RequestError("stop: this model has no tokenizer, so there is no text to search", "stop")
-    if not isinstance(prompt, str):
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            raise RequestError("prompt: neither a text nor a list of token ids", "prompt") from None
-    if tokenizer is None:
-        raise RequestError("prompt: this model has no tokenizer; give token ids", "prompt")
-    return tokenizer.encode(prompt)
 
 
 class LLM:
@@ -71,14 +37,23 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, quiet: bool = False, **options: Any) -> None:
-        config = EngineConfig.from_values({"model": model, **options})
+        self._setup(EngineConfig.from_values({"model": model, **options}), quiet)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, quiet: bool = False) -> Self:
+        """The engine of a configuration that is at hand. Raises as the constructor does."""
+        llm = cls.__new__(cls)
+        llm._setup(config, quiet)
+        return llm
+
+    def _setup(self, config: EngineConfig, quiet: bool) -> None:
         self._inboxes: dict[int, deque[Update]] = {}  # of live requests, one for each open run
-        resolve_model_dir(model)  # a wrong name costs nothing
+        resolve_model_dir(config.model)  # a wrong name costs nothing
         self._grammars = GrammarChecker()
         self._client = EngineClient(config)
         try:
             self._client.launch()
-            self.tokenizer = load_model_tokenizer(model)  # while the worker loads the weights
+            self.tokenizer = load_model_tokenizer(config.model)  # while the worker loads the weights
             self.info = self._client.wait_ready()
             if not quiet:
                 print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
@@ -183,15 +158,7 @@ class LLM:
         try:
             request_ids = client.submit_all(list(zip(encoded, per_prompt, strict=True)))
             for index, (request_id, ids, own) in enumerate(zip(request_ids, encoded, per_prompt, strict=True)):
-                detokenizer = self.tokenizer.detokenizer() if self.tokenizer is not None else None
-                assembler = OutputAssembler(
-                    str(index),
-                    detokenizer,
-                    own.stop,
-                    own.min_tokens,
-                    Scoring(own.logprobs, own.prompt_logprobs, ids),
-                )
-                live[request_id] = (index, assembler)
+                live[request_id] = (index, assembler_of(str(index), ids, own, self.tokenizer))
                 self._inboxes[request_id] = inbox
             while live:
                 if not inbox:

@@ -62,7 +62,7 @@ def run_chat(args: argparse.Namespace) -> int:
     from depthbatch.frontend.llm import LLM
 
     config = config_from_sources(args, model=args.target)
-    with LLM(**{name: getattr(config, name) for name in config.__dataclass_fields__}) as llm:
+    with LLM.from_config(config) as llm:
         converse(LocalModel(llm, request), opening, sys.stdin, sys.stdout)
     return 0
 

@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from depthbatch.common.config import add_config_arguments, config_from_sources, to_toml
 from depthbatch.common.errors import RequestError
-from depthbatch.frontend.llm import LLM, Prompt, encode_prompt
+from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.output import OutputDelta, RequestOutput
 from depthbatch.frontend.params import SamplingParams, add_number_argument
+from depthbatch.frontend.prompts import Prompt, encode_prompt
 from depthbatch.frontend.tokenizer import Tokenizer
 
 DEMO_PROMPTS = (  # one of each kind that the demo model knows, none of them seen in training
@@ -60,7 +61,7 @@ def run_generate(args: argparse.Namespace) -> int:
         return 0
     texts = _prompts(args)
     params = _sampling_params(args)
-    with LLM(**dataclasses.asdict(config)) as llm:
+    with LLM.from_config(config) as llm:
         prompts = [_prompt(text, llm.tokenizer) for text in texts]
         views: list[View]
         if args.json:

@@ -13,7 +13,7 @@ FAKE = Path(__file__).parent / "engine_processes.py"
 
 
 def use_fake_engine(patch: pytest.MonkeyPatch) -> None:
-    """The Launcher starts fake_engine.py; every model has the demo's tokenizer, whatever it is called."""
+    """The Launcher starts the fake engine; every model has the demo's tokenizer, whatever it is called."""
     patch.setattr(Launcher, "program", staticmethod(lambda name: [sys.executable, str(FAKE), name]))
     for module in ("llm", "async_engine"):
         patch.setattr(f"depthbatch.frontend.{module}.load_model_tokenizer", _load_demo)

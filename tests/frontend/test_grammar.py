@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits, LLTokenizer
 
+from depthbatch.common import grammar_limits
 from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import GrammarStart
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend import grammar
 from depthbatch.frontend.grammar import GrammarChecker, grammar_text
-from depthbatch.worker.sampling import grammar_matchers as worker_grammar
+from depthbatch.worker.sampling import grammar_matchers
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,10 @@ def test_edge_and_worker_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None
     edge, where it is an error of one client. With a limit that nothing can keep, both refuse."""
     tokenizer = LLTokenizer((resolve_model_dir("demo") / "tokenizer.json").read_text(), n_vocab=264, eos_token=[2])
     digits = grammar_text(None, "[0-9]{3}", ())
-    assert worker_grammar.LIMITS.initial_lexer_fuel < LLParserLimits().initial_lexer_fuel
+    assert grammar_limits.LIMITS.initial_lexer_fuel < LLParserLimits().initial_lexer_fuel
 
     def first_mask() -> list[int]:
-        grammars = worker_grammar.Grammars(tokenizer, 264, [2])
+        grammars = grammar_matchers.Grammars(tokenizer, 264, [2])
         grammars.admit([1], [GrammarStart(1, 1, digits)])
         bits = np.unpackbits(grammars.masks([1]).view(np.uint8)[0], bitorder="little")
         return np.flatnonzero(bits).tolist()
@@ -107,7 +108,7 @@ def test_edge_and_worker_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None
     checker = GrammarChecker()
     checker.check(digits, "regex")
     assert len(first_mask()) == 10  # the digits
-    monkeypatch.setattr(worker_grammar, "LIMITS", LLParserLimits(initial_lexer_fuel=1))
+    monkeypatch.setattr(grammar_limits, "LIMITS", LLParserLimits(initial_lexer_fuel=1))
     assert first_mask() == [2]  # nothing but the end
     with pytest.raises(RequestError, match="regex: "):
         GrammarChecker().check(digits, "regex")

@@ -9,16 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
+from depthbatch.common import grammar_limits
 from depthbatch.common.frames import Int32Array, split_prefill_frame
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import GrammarStart, StageBatch
 from depthbatch.worker.runner.checks import StageError
-
-LIMITS = LLParserLimits(initial_lexer_fuel=100_000)
-"""A tenth of the default, with which the first mask of (a{1000}){1000} takes a second and more, in which no other request
-gets a token. A schema of 300 properties with patterns and choices stays below it."""
 
 log = get_logger("worker")
 
@@ -55,7 +52,9 @@ class Grammars:
             self._matchers.pop(slot, None)
         for start in starts:
             self._starts[start.slot] = start
-            self._matchers[start.slot] = LLMatcher(self._tokenizer, start.grammar, log_level=0, limits=LIMITS)
+            self._matchers[start.slot] = LLMatcher(
+                self._tokenizer, start.grammar, log_level=0, limits=grammar_limits.LIMITS
+            )
 
     def note_prefill(self, header: StageBatch, frame: Int32Array) -> None:
         """Takes the tokens that resumed requests have generated: those behind their prompts."""

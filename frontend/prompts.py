@@ -1,0 +1,53 @@
+"""From what callers write (a model's name, a prompt, parameters) to what runs: tokenizer, token ids, one output's assembler."""
+
+import operator
+from collections.abc import Sequence
+
+from depthbatch.common.errors import RequestError
+from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.frontend.output import OutputAssembler, Scoring
+from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+def describe(info: EngineInfo) -> str:
+    """The line that every start prints: what runs, and how much fits."""
+    tokens = (info.num_blocks - 1) * info.block_size
+    return (
+        f"{info.model} ({info.architecture}, {info.r_max} loops) on {info.device}, {info.dtype}: "
+        f"{info.kv_bytes_per_token / 1024:.1f} KiB of KV per token ({info.kv_layout}), {tokens} tokens fit"
+    )
+
+
+def load_model_tokenizer(model: str) -> Tokenizer | None:
+    """The tokenizer of a MODEL argument. Raises ModelError when there is no such model."""
+    return load_tokenizer(resolve_model_dir(model))
+
+
+def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of a prompt, or of token ids themselves. Raises RequestError when text cannot be served, and naming the
+    argument when it is of another type."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be a SamplingParams, not {repr(params)[:80]}", "params")
+    if tokenizer is None and params.stop:
+        raise RequestError("stop: this model has no tokenizer, so there is no text to search", "stop")
+    if not isinstance(prompt, str):
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError("prompt: neither a text nor a list of token ids", "prompt") from None
+    if tokenizer is None:
+        raise RequestError("prompt: this model has no tokenizer; give token ids", "prompt")
+    return tokenizer.encode(prompt)
+
+
+def assembler_of(
+    name: str, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+) -> OutputAssembler:
+    """What turns the token updates of one request into its deltas, which carry ``name``."""
+    detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+    scoring = Scoring(params.logprobs, params.prompt_logprobs, prompt_ids)
+    return OutputAssembler(name, detokenizer, params.stop, params.min_tokens, scoring)
