@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, Rotation
+from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.select import select_backend
 from depthbatch.worker.layers.blocks import Block, BlockStack
 from depthbatch.worker.layers.cpu.library import Kernels, load_kernels
 from depthbatch.worker.layers.cpu.memory import zeros_on_large_pages
-from depthbatch.worker.layers.linear import BlockedProduct
-from depthbatch.worker.layers.ops import GatedLinear, Linear
+from depthbatch.worker.layers.linear import BlockedProduct, GatedLinear, Linear
+from depthbatch.worker.layers.rotary import Rotation
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, PLANES = 12, 512, 8, 64, 1408, 4
 SHAPES = {"qkv": (3 * HIDDEN, HIDDEN), "out": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}

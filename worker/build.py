@@ -19,8 +19,7 @@ from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
-from depthbatch.worker.device import free_memory, resolve_device, set_threads
-from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
+from depthbatch.worker.device import KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CudaAccelerator

@@ -32,7 +32,6 @@ from depthbatch.common.messages import (
     WorkerReady,
 )
 from depthbatch.common.transport import WORKER_ENDPOINT, Dealer, Received, endpoint
-from depthbatch.worker.idle import IdleClock
 from depthbatch.worker.runner.checks import StageError
 from depthbatch.worker.runner.stage_io import InFlight, StageDone, StageRunner
 
@@ -62,6 +61,33 @@ class WorkerLink(Dealer):
                 if completions is not None and completions in readable:
                     os.eventfd_read(completions)
                     return False
+
+
+class IdleClock:
+    """Where the device's time goes, in seconds on the worker's clock: busy, waiting for the scheduler, nothing to do.
+
+    The wait before a stage is booked when the stage arrives, by what its header says: after_no_work means that nothing
+    was runnable, anything else that work existed and the device waited for it.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.busy_s = 0.0
+        self.idle_scheduler_s = 0.0
+        self.idle_no_work_s = 0.0
+        self._last_end_s: float | None = None  # before the first stage nothing is waited for
+
+    def book(self, start_s: float, end_s: float, after_no_work: bool) -> None:
+        """Counts a finished stage and the gap between it and the stage before."""
+        if self._last_end_s is not None:
+            gap_s = max(0.0, start_s - self._last_end_s)
+            if after_no_work:
+                self.idle_no_work_s += gap_s
+            else:
+                self.idle_scheduler_s += gap_s
+        self._last_end_s = end_s
+        self.busy_s += end_s - start_s
+        self.steps += 1
 
 
 class Launched(NamedTuple):

@@ -19,8 +19,7 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
 def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
     from depthbatch.worker.attention.select import default_block_size
-    from depthbatch.worker.device import free_memory, resolve_device
-    from depthbatch.worker.memory import KVRequest, plan_kv
+    from depthbatch.worker.device import KVRequest, free_memory, plan_kv, resolve_device
     from depthbatch.worker.models.loader import read_spec
 
     config = config_from_sources(args, model=args.model)
@@ -39,7 +38,6 @@ def run_info(args: argparse.Namespace) -> int:
         ("threshold", f"{spec.default_threshold:g}"),
         ("positions", str(spec.max_positions)),
         ("dtype", str(spec.dtype).removeprefix("torch.")),
-        ("tensor parallel", ", ".join(map(str, spec.tensor_parallel_degrees))),
         ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
     ]
     lines = [f"{name:<17}{value}" for name, value in rows]

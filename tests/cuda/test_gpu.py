@@ -20,7 +20,7 @@ from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.build import assemble
 from depthbatch.worker.layers import ops_triton
-from depthbatch.worker.layers.ops_choice import small_ops
+from depthbatch.worker.layers.ops import small_ops
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CudaAccelerator, Lane
 from depthbatch.worker.runner.buffers import DecodeBuffers

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker.layers import ops_choice, ops_torch
-from depthbatch.worker.layers.ops_choice import small_ops
+from depthbatch.worker.layers import ops, ops_torch
+from depthbatch.worker.layers.ops import small_ops
 from fakes.fake_cuda import fake_cuda
 from fakes.small_op_cases import cases
 
@@ -34,11 +34,11 @@ def test_where_triton_cannot_run_torch_does() -> None:
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton unless told otherwise; a mistyped mode is an error, not a default."""
     for mode, wanted in (("auto", "depthbatch.worker.layers.ops_triton"), ("torch", ops_torch.__name__)):
-        monkeypatch.setenv(ops_choice.MODE_VARIABLE, mode)
-        assert ops_choice._on_gpu.__wrapped__().__name__ == wanted  # type: ignore[attr-defined]
-    monkeypatch.setenv(ops_choice.MODE_VARIABLE, "tritn")
+        monkeypatch.setenv(ops.MODE_VARIABLE, mode)
+        assert ops._on_gpu.__wrapped__().__name__ == wanted  # type: ignore[attr-defined]
+    monkeypatch.setenv(ops.MODE_VARIABLE, "tritn")
     with pytest.raises(ConfigError, match="must be one of auto, torch, not 'tritn'"):
-        ops_choice._on_gpu.__wrapped__()
+        ops._on_gpu.__wrapped__()
 
 
 def test_every_kernel_compiles_for_gpus(tmp_path: Path) -> None:

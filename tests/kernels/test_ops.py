@@ -119,7 +119,7 @@ def test_gated_equals_separate(dtype: torch.dtype, n: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(96, 64, generator=generator).to(dtype)
     x = torch.randn(n, 64, generator=generator).to(dtype)
-    gated, separate = ops.GatedLinear(weight)(x), ops.silu_mul(ops.Linear(weight)(x))
+    gated, separate = linear.GatedLinear(weight)(x), ops.silu_mul(linear.Linear(weight)(x))
     if kernels.can_multiply(weight, gated=True):
         assert torch.equal(gated, separate)
     else:

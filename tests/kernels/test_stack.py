@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthbatch.worker.attention.cpu import CpuAttention
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows, Rotation
+from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.layers.blocks import Block, BlockStack
-from depthbatch.worker.layers.ops import GatedLinear, Linear
+from depthbatch.worker.layers.linear import GatedLinear, Linear
+from depthbatch.worker.layers.rotary import Rotation
 from fakes.attention_cases import Case, decode_rows, kernels_for, make_case, prefill_rows
 
 LAYERS = 2

@@ -13,7 +13,7 @@ import torch
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.attention.interface import Rotation
+from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.models.interface import LoopedModel, WorkItem
 from depthbatch.worker.models.loader import load_model
 from fakes.checkpoints import (

@@ -101,7 +101,7 @@ def test_published_specs(tmp_path: Path) -> None:
     assert huginn.kv_bytes_per_token(KVLayout.SINGLE) == 165 * 1024
     assert huginn.kv_bytes_per_token(KVLayout.DEPTH_INDEXED) == 1402.5 * 1024
     assert huginn.eos_token_ids == (65505, 65508)
-    assert huginn.tensor_parallel_degrees == (1, 5, 11, 55)
+    assert (huginn.num_heads, huginn.num_kv_heads, huginn.head_dim) == (55, 55, 96)
 
 
 def test_r_max_is_bounded() -> None:

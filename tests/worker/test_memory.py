@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker.memory import KVPlan, KVRequest, plan_kv
+from depthbatch.worker.device import KVPlan, KVRequest, plan_kv
 
 KIB, GIB = 1024, 1 << 30
 

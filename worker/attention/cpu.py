@@ -16,7 +16,7 @@ from depthbatch.worker.attention.interface import (
     CacheGeometry,
     DecodeRows,
     PrefillRows,
-    Rotation,
+    heads_together,
 )
 from depthbatch.worker.attention.sdpa import cache_shapes
 from depthbatch.worker.layers.blocks import BlockStack
@@ -30,6 +30,7 @@ from depthbatch.worker.layers.cpu.structs import (
     LayerArgs,
     RowArgs,
 )
+from depthbatch.worker.layers.rotary import Rotation
 
 
 class CpuAttention(AttentionBackend):
@@ -160,7 +161,7 @@ class CpuAttention(AttentionBackend):
         self._bound_rows = rows
 
     def _attend_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = _heads_together(q), _heads_together(k), _heads_together(v)
+        q, k, v = heads_together(q), heads_together(k), heads_together(v)
         call = self._call
         call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
@@ -200,11 +201,6 @@ def unsupported(geometry: CacheGeometry) -> str | None:
     if geometry.head_dim % 8:
         return f"the C attention kernels need a head_dim that is a multiple of 8, not {geometry.head_dim}"
     return None
-
-
-def _heads_together(x: Tensor) -> Tensor:
-    """x [N, H, Dh] with the heads of a row contiguous; rows may be apart, as in a slice of a qkv projection."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def _int32_address(x: Tensor) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthbatch.worker.attention.interface import CacheGeometry, Rotation
+from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.layers.blocks import Block, BlockStack
 from depthbatch.worker.layers.cpu.library import Function, TypedKernels
 from depthbatch.worker.layers.cpu.structs import (
@@ -23,6 +23,7 @@ from depthbatch.worker.layers.cpu.structs import (
     StackCall,
 )
 from depthbatch.worker.layers.linear import PackedProduct
+from depthbatch.worker.layers.rotary import Rotation
 
 KEPT_ROWS = 512  # scratch for more rows than this (long prefill) is given back after the call
 ROW_PADDING = 32  # elements between scratch rows: rows a power of two apart would share few cache sets

@@ -7,14 +7,13 @@ Block 0 and slot 0 are dummies: padding rows read and write them, and nobody loo
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from depthbatch.worker.layers import ops
-
-if TYPE_CHECKING:
-    from depthbatch.worker.layers.blocks import BlockStack
+from depthbatch.worker.layers.blocks import BlockStack
+from depthbatch.worker.layers.rotary import Rotation
 
 
 class CacheGeometry(NamedTuple):
@@ -54,14 +53,6 @@ class PrefillRows(NamedTuple):
     lengths_host: tuple[int, ...]
 
 
-class Rotation(NamedTuple):
-    """Rotary embedding of the rows at hand, so that a backend may rotate q and k on their way into the cache."""
-
-    interleaved: bool  # pairs (2i, 2i + 1) instead of (i, i + Dh/2)
-    cos: torch.Tensor  # fp32 [N, Dh/2]
-    sin: torch.Tensor  # fp32 [N, Dh/2]
-
-
 class QKV(NamedTuple):
     """Rotated heads."""
 
@@ -82,6 +73,11 @@ def split_and_rotate(
     rotate = ops.rope_interleaved if rotation.interleaved else ops.rope_split_half
     qk = rotate(qk, rotation.cos, rotation.sin)
     return QKV(qk[:, :heads], qk[:, heads:], projected[:, heads + kv_heads :])
+
+
+def heads_together(x: torch.Tensor) -> torch.Tensor:
+    """x [N, H, Dh] with the heads of a row contiguous; rows may be apart, as in a slice of a qkv projection."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 class AttentionBackend(ABC):
@@ -111,13 +107,13 @@ class AttentionBackend(ABC):
         return self.prefill(layer, *split_and_rotate(qkv, self.geometry, rotation, qk_bias), rows)
 
     def decode_stack(
-        self, stack: "BlockStack", x: torch.Tensor, rotation: Rotation, rows: DecodeRows
+        self, stack: BlockStack, x: torch.Tensor, rotation: Rotation, rows: DecodeRows
     ) -> torch.Tensor | None:
         """All blocks of ``stack`` on x [B, D] in one pass -> [B, D]; None: this backend has no such pass."""
         return None
 
     def prefill_stack(
-        self, stack: "BlockStack", x: torch.Tensor, rotation: Rotation, rows: PrefillRows
+        self, stack: BlockStack, x: torch.Tensor, rotation: Rotation, rows: PrefillRows
     ) -> torch.Tensor | None:
         """The same for packed chunks, x [N, D] -> [N, D] or None."""
         return None

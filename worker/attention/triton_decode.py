@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from depthbatch.worker.attention.interface import DecodeRows
+from depthbatch.worker.attention.interface import DecodeRows, heads_together
 
 SPLITS = 8  # shares of a row's context: enough to fill a GPU at one row, cheap to merge
 
@@ -104,17 +104,12 @@ def _combine(
     tl.store(out + row_head * DIM + dims, merged.to(out.dtype.element_ty), mask=live)
 
 
-def _heads_together(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, Dh] with the heads of a row side by side, as slices of one projection have them; rows may be apart."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
 def append_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: DecodeRows, num_planes: int
 ) -> None:
     """Writes k, v [B, Hkv, Dh] at each row's position; caches [blocks * planes, block_size, Hkv, Dh]."""
     batch, heads, dim = k.shape
-    k, v = _heads_together(k), _heads_together(v)
+    k, v = heads_together(k), heads_together(v)
     _append[(batch,)](
         k, v, k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
         k.stride(0), v.stride(0), rows.block_tables.stride(0), num_planes,
@@ -133,7 +128,7 @@ def decode_attention(
     part_max = torch.empty((batch, num_heads, SPLITS), dtype=torch.float32, device=q.device)
     part_sum = torch.empty_like(part_max)
     out = torch.empty((batch, num_heads, dim), dtype=q.dtype, device=q.device)
-    q = _heads_together(q)
+    q = heads_together(q)
     _partial[(batch, kv_heads, SPLITS)](
         q, k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
         part_out, part_max, part_sum, q.stride(0), rows.block_tables.stride(0), num_planes, dim**-0.5,

@@ -5,15 +5,36 @@ Knows nothing of slots, cache blocks or loops.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-from depthbatch.worker.attention.interface import Rotation
-from depthbatch.worker.layers.ops import GatedLinear, Linear, add_rms_norm, rms_norm, rms_norm_add
+from depthbatch.worker.layers.linear import GatedLinear, Linear
+from depthbatch.worker.layers.ops import add_rms_norm, rms_norm, rms_norm_add
+from depthbatch.worker.layers.rotary import Rotation
 
-if TYPE_CHECKING:
-    from depthbatch.worker.models.interface import AttentionContext
+
+class AttentionContext(Protocol):
+    """The attention of the stage that is running, bound to its rows.
+
+    Writes k, v of the N rows to the cache of ``layer`` at their positions (in the plane their loop uses), then attends
+    causally to everything the row's sequence holds up to its own position, scaled by head_dim ** -0.5.
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [N, H, Dh], k and v [N, Hkv, Dh], rotated already -> [N, H * Dh]."""
+        ...
+
+    def from_qkv(self, layer: int, qkv: Tensor, rotation: Rotation, qk_bias: Tensor | None = None) -> Tensor:
+        """The same from one projection qkv [N, (H + 2 Hkv) * Dh], not rotated yet: the fast path on the CPU.
+
+        qk_bias [(H + Hkv) * Dh] is added to q and k before they are rotated.
+        """
+        ...
+
+    def run_stack(self, stack: "BlockStack", x: Tensor, rotation: Rotation) -> Tensor | None:
+        """All blocks of ``stack`` on x [N, D] in one pass; None where the backend has none (BlockStack then loops)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,12 +66,12 @@ class BlockStack:
     eps: float
     final_norm: Tensor | None = None
 
-    def __call__(self, x: Tensor, rotation: Rotation, attend: "AttentionContext") -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, attend: AttentionContext) -> Tensor:
         """x [N, D] -> [N, D]."""
         fused = attend.run_stack(self, x, rotation) if self.blocks else None
         return self.plain(x, rotation, attend) if fused is None else fused
 
-    def plain(self, x: Tensor, rotation: Rotation, attend: "AttentionContext") -> Tensor:
+    def plain(self, x: Tensor, rotation: Rotation, attend: AttentionContext) -> Tensor:
         """The same, operator by operator."""
         for layer, block in enumerate(self.blocks, self.first_layer):
             x = self.after_attention(block, x, attend.from_qkv(layer, self.qkv(block, x), rotation, block.qk_bias))

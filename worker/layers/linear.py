@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthbatch.worker.layers.cpu.library import Kernels, cpu_kernels
-from depthbatch.worker.layers.ops_choice import small_ops
+from depthbatch.worker.layers.ops import small_ops
 
 Product = Callable[[Tensor], Tensor]
 DECODE_ROWS = 64  # the row count oneDNN lays the weight out for

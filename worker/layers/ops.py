@@ -5,25 +5,52 @@ exp: within 1e-6 relative of the row's largest value; in bf16 by at most one uni
 A row's result does not depend on the rows beside it. Knows nothing of models, slots or caches.
 """
 
+import os
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
+
 import torch
 from torch import Tensor
 
+from depthbatch.common.errors import ConfigError
+from depthbatch.worker.layers import ops_torch
 from depthbatch.worker.layers.cpu.library import Kernels, TypedKernels, cpu_kernels
-from depthbatch.worker.layers.linear import GatedLinear, Linear
-from depthbatch.worker.layers.ops_choice import small_ops
 
-__all__ = [
-    "GatedLinear",
-    "Linear",
-    "add_rms_norm",
-    "norm_add_norm",
-    "rms_norm",
-    "rms_norm_add",
-    "rope_interleaved",
-    "rope_split_half",
-    "silu_mul",
-    "use_kernels",
-]
+MODE_VARIABLE = "DEPTHBATCH_GPU_KERNELS"
+MODES = ("auto", "torch")  # torch: its own operators, to compare with
+
+
+class SmallOps(Protocol):
+    """The operators of ops_torch, which says what they mean."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rms_norm_add(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def norm_add_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def rope_split_half(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+    def rope_interleaved(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+
+def small_ops(x: Tensor) -> SmallOps:
+    """Those for ``x`` where the C kernels do not apply. Fake and other subclassed tensors get torch's."""
+    return _on_gpu() if type(x) is Tensor and x.is_cuda else ops_torch
+
+
+@cache
+def _on_gpu() -> SmallOps:
+    """Decided once. Raises ConfigError for an unknown mode."""
+    mode = os.environ.get(MODE_VARIABLE, "auto")
+    if mode not in MODES:
+        raise ConfigError(f"{MODE_VARIABLE} must be one of {', '.join(MODES)}, not {mode!r}")
+    if mode == "torch" or find_spec("triton") is None:
+        return ops_torch
+    return cast(SmallOps, import_module("depthbatch.worker.layers.ops_triton"))
+
 
 _by_type: dict[torch.dtype, TypedKernels] | None = None  # None until the first operator on the CPU
 

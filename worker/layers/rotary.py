@@ -3,21 +3,24 @@
 The frequencies are computed on the host, so that angles, exact products in fp32, are the same on every device.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
-from depthbatch.worker.attention.interface import Rotation
+
+class Rotation(NamedTuple):
+    """Rotary embedding of the rows at hand, so that a backend may rotate q and k on their way into the cache."""
+
+    interleaved: bool  # pairs (2i, 2i + 1) instead of (i, i + Dh/2)
+    cos: torch.Tensor  # fp32 [N, Dh/2]
+    sin: torch.Tensor  # fp32 [N, Dh/2]
 
 
 class RotaryTable:
-    """fp32 cosines and sines of every position.
+    """fp32 cosines and sines of positions 0 .. max_positions - 1.
 
-    Args:
-        max_positions: rows of the table.
-        head_dim: features a head; every pair of them has one frequency base ** (-2i / head_dim).
-        base: rope_theta.
-        interleaved: pairs are (2i, 2i + 1) instead of (i, i + head_dim / 2).
-        device: where the table lives.
+    Every pair of a head's ``head_dim`` features has one frequency, base ** (-2i / head_dim); ``base`` is rope_theta.
     """
 
     def __init__(self, max_positions: int, head_dim: int, base: float, interleaved: bool, device: torch.device) -> None:

@@ -84,8 +84,3 @@ def checked_r_max(requested: int | None, default: int, limit: int) -> int:
     if not 1 <= requested <= limit:
         raise ConfigError(f"max_loops {requested} is outside the model's range 1..{limit}")
     return requested
-
-
-def divisors(n: int) -> tuple[int, ...]:
-    """Degrees by which n heads can be split, ascending."""
-    return tuple(d for d in range(1, n + 1) if n % d == 0)

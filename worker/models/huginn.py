@@ -14,12 +14,13 @@ import torch.nn.functional as F
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.layers.blocks import Block, BlockStack
-from depthbatch.worker.layers.ops import GatedLinear, Linear, rms_norm
+from depthbatch.worker.layers.blocks import AttentionContext, Block, BlockStack
+from depthbatch.worker.layers.linear import GatedLinear, Linear
+from depthbatch.worker.layers.ops import rms_norm
 from depthbatch.worker.layers.rotary import RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
-from depthbatch.worker.models.family import BuildInputs, SpecOptions, TensorTable, checked_r_max, divisors
-from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
+from depthbatch.worker.models.family import BuildInputs, SpecOptions, TensorTable, checked_r_max
+from depthbatch.worker.models.interface import ModelSpec, WorkItem
 from depthbatch.worker.sampling.random_numbers import STATE_LANE, row_key, uniform_of_key
 
 R_MIN = 2  # the first distance that counts is that of s_2 and s_1; a delayed decision so exits at 3 or later
@@ -150,7 +151,6 @@ class HuginnFamily:
             max_positions=config.integer("block_size"),
             eos_token_ids=tuple(sorted(eos)),
             dtype=options.dtype,
-            tensor_parallel_degrees=divisors(heads),
         )
 
     def tensors(self, config: ConfigReader) -> TensorTable:

@@ -13,8 +13,7 @@ import torch
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.attention.interface import Rotation
-from depthbatch.worker.layers.blocks import BlockStack
+from depthbatch.worker.layers.blocks import AttentionContext
 
 WorkItem = tuple[torch.Tensor, ...]  # each [N, D]
 
@@ -44,11 +43,6 @@ class ModelSpec:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
-    tensor_parallel_degrees: tuple[int, ...] = (1,)
-
-    @property
-    def num_cache_layers(self) -> int:
-        return self.prelude_layers + self.core_layers + self.coda_layers
 
     def planes_per_layer(self, layout: KVLayout) -> tuple[int, ...]:
         """Planes of every cache layer: 1 outside the core, S inside."""
@@ -58,31 +52,6 @@ class ModelSpec:
     def kv_bytes_per_token(self, layout: KVLayout) -> int:
         """K and V bytes of one token over all cache layers and planes."""
         return sum(self.planes_per_layer(layout)) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-
-class AttentionContext(Protocol):
-    """The attention of the stage that is running, bound to its rows.
-
-    Writes k, v of the N rows to the cache of ``layer`` at their positions (in the plane their loop uses), then attends
-    causally to everything the row's sequence holds up to its own position, scaled by head_dim ** -0.5.
-    """
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [N, H, Dh], k and v [N, Hkv, Dh], rotated already -> [N, H * Dh]."""
-        ...
-
-    def from_qkv(
-        self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The same from one projection qkv [N, (H + 2 Hkv) * Dh], not rotated yet: the fast path on the CPU.
-
-        qk_bias [(H + Hkv) * Dh] is added to q and k before they are rotated.
-        """
-        ...
-
-    def run_stack(self, stack: BlockStack, x: torch.Tensor, rotation: Rotation) -> torch.Tensor | None:
-        """All blocks of ``stack`` on x [N, D] in one pass; None where the backend has none (BlockStack then loops)."""
-        ...
 
 
 class LoopedModel(Protocol):

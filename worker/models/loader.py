@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.models.checkpoint import (
     Checkpoint,
     CheckpointSource,
@@ -48,18 +48,14 @@ class ModelDir:
 
 
 def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
-    """Resolves a name, reads its config.json and finds its family; weights are not touched.
-
-    The package's demo directory may hold a config alone; it then counts as load_format 'dummy'.
-    """
+    """Resolves a name, reads its config.json and finds its family; weights are not touched."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format '{load_format}' is not one of {', '.join(LOAD_FORMATS)}")
     path = resolve_model_dir(name)
     config = ConfigReader(read_json(path / "config.json"), str(path / "config.json"))
     if "eos_token_id" in (generation := _generation_config(path)):
         config.values["eos_token_id"] = _merge_ids(config.values.get("eos_token_id"), generation["eos_token_id"])
-    unfinished_demo = path.parent == DEMO_DIR and not any(path.glob("*.safetensors"))
-    return ModelDir(path, config, find_family(config), load_format == "dummy" or unfinished_demo)
+    return ModelDir(path, config, find_family(config), load_format == "dummy")
 
 
 def _generation_config(path: Path) -> dict[str, object]:

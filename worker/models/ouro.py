@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.layers.blocks import Block, BlockStack
-from depthbatch.worker.layers.ops import GatedLinear, Linear
+from depthbatch.worker.layers.blocks import AttentionContext, Block, BlockStack
+from depthbatch.worker.layers.linear import GatedLinear, Linear
 from depthbatch.worker.layers.rotary import RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import (
@@ -23,9 +23,8 @@ from depthbatch.worker.models.family import (
     SpecOptions,
     TensorTable,
     checked_r_max,
-    divisors,
 )
-from depthbatch.worker.models.interface import AttentionContext, ModelSpec, WorkItem
+from depthbatch.worker.models.interface import ModelSpec, WorkItem
 
 R_MIN = 2  # loop 1 is not trained to give usable outputs (paper, E.2)
 PUBLISHED_VOCAB_SIZE = 49152
@@ -158,7 +157,6 @@ class OuroFamily:
             max_positions=config.integer("max_position_embeddings"),
             eos_token_ids=tuple(sorted(eos)),
             dtype=options.dtype,
-            tensor_parallel_degrees=divisors(kv_heads),
         )
 
     def tensors(self, config: ConfigReader) -> TensorTable:

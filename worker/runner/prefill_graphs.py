@@ -24,10 +24,10 @@ from depthbatch.worker.attention.interface import (
     AttentionBackend,
     CacheGeometry,
     PrefillRows,
-    Rotation,
     split_and_rotate,
 )
 from depthbatch.worker.layers.blocks import BlockStack
+from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.runner.accelerator import Work
 from depthbatch.worker.runner.stages import PrefillAttention
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from depthbatch.common.frames import score_fields
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows, Rotation
+from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows
 from depthbatch.worker.layers.blocks import BlockStack
+from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.models.interface import LoopedModel, WorkItem
 from depthbatch.worker.runner.buffers import DecodeBuffers
 from depthbatch.worker.runner.planes import fill_of, needs_fill, planes_of
