@@ -11,6 +11,7 @@ unpickled and no type name is taken from the wire.
 """
 
 import zlib
+from enum import IntFlag
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,11 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     logprobs: bool = False  # output tokens come with scores (common.frames)
     prompt_logprobs: bool = False  # so do the prompt's tokens, all but the first
     grammar: str = ""  # what the worker's matcher allows (worker.grammar), "" = everything
+
+    @property
+    def filters(self) -> bool:
+        """A token is drawn from some of the vocabulary only: by top-k, top-p or min-p."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def shapes_logits(self) -> bool:
@@ -200,6 +206,20 @@ SchedulerMessage = EngineReady | Tokens | Rejected | SchedulerHeartbeat | Schedu
 # --- scheduler -> worker
 
 
+class Variant(IntFlag):
+    """What a stage must do beyond its cheapest form."""
+
+    SAMPLE = 1  # some row has temperature > 0
+    GATES = 2  # some row has a gate that decides on the device
+    SHAPE = 4  # some row has penalties, a bias or min_tokens (prefill: some chunk's request)
+    SCORE = 8  # some row that gets a token wants its logprobs
+    CONSTRAIN = 16  # some row has a grammar (prefill: some chunk's request)
+    FILTER = 32  # some sampled row has top-k, top-p or min-p
+
+
+PLAIN = Variant(0)
+
+
 class GrammarStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The slot's request is constrained; ``prompt_tokens``: what a prefill runs over beyond these it has generated."""
 
@@ -221,7 +241,6 @@ class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class StageBatch(Message, frozen=True):
     """Header of a stage; the int32 frame of ``common.frames`` is the next part, slot parameters the one after it.
 
-    ``variant`` is a set of Variant bits: the cheaper forms of a stage that a batch can do with.
     ``after_no_work`` tells the worker how to book the wait before this stage: True when nothing was runnable.
     """
 
@@ -231,20 +250,10 @@ class StageBatch(Message, frozen=True):
     rows: int  # real rows; prefill: sequences
     n_tokens: int = 0  # prefill only
     n_updates: int = 0  # prefill only
-    variant: int = 0
+    variant: Variant = PLAIN
     n_slot_params: int = 0  # rows of the slot parameter frame; 0 = no such frame
     after_no_work: bool = False
     extra: StageExtra | None = None  # prefill and prelude only
-
-
-class Variant:
-    """Bits of StageBatch.variant."""
-
-    SAMPLE = 1  # some row has temperature > 0
-    GATES = 2  # some row has a gate that decides on the device
-    SHAPE = 4  # some row has penalties, a bias or min_tokens (prefill: some chunk's request)
-    SCORE = 8  # some row that gets a token wants its logprobs
-    CONSTRAIN = 16  # some row has a grammar (prefill: some chunk's request)
 
 
 WorkerCommand = StageBatch | Shutdown

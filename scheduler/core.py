@@ -11,7 +11,7 @@ import numpy as np
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import Int32Array, Stage
-from depthbatch.common.messages import Rejected, StageBatch, StageExtra, StageResult, Submit, TokenEvent, Variant
+from depthbatch.common.messages import PLAIN, Rejected, StageBatch, StageExtra, StageResult, Submit, TokenEvent, Variant
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.assembly import ScheduledStage, decode_frame, prefill_frame, slot_param_frame
 from depthbatch.scheduler.config import SchedulerConfig, bucket_table
@@ -206,7 +206,7 @@ class Scheduler:
         if self.policy.learns:
             step.tokens = int(positions.sum()) + slots.size
         frame = decode_frame(slots, positions, loops, self._bucket_of[slots.size])
-        return self._send(step, frame, Variant.GATES if gated else 0)
+        return self._send(step, frame, Variant.GATES if gated else PLAIN)
 
     def _awaits_own(self, slots: SlotArray, loops: Int32Array) -> bool:
         rows = self.rows
@@ -255,7 +255,7 @@ class Scheduler:
         if step.decides:
             step.epochs = rows.epoch.take(slots)
         frame = decode_frame(slots, rows.position.take(slots), new_blocks, self._bucket_of[slots.size])
-        return self._send(step, frame, Variant.GATES if step.decides else 0, extra)
+        return self._send(step, frame, Variant.GATES if step.decides else PLAIN, extra)
 
     def _prefill(self, now: float) -> ScheduledStage:
         chunks = self.admission.pack(self.policy.prefill_limit)
@@ -294,7 +294,7 @@ class Scheduler:
         return ScheduledStage(header, frame, params)
 
     def _send(
-        self, step: InFlightStep, frame: Int32Array, variant: int, extra: StageExtra | None = None
+        self, step: InFlightStep, frame: Int32Array, variant: Variant, extra: StageExtra | None = None
     ) -> ScheduledStage:
         """Books a decode stage."""
         rows, bucket = step.slots.size, frame.shape[1]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from depthbatch.common.frames import ADJUSTMENT_FIELDS, TARGET_FIELDS, Int32Array
-from depthbatch.common.messages import GrammarStart, RequestParams, StageExtra, Variant
+from depthbatch.common.messages import PLAIN, GrammarStart, RequestParams, StageExtra, Variant
 from depthbatch.scheduler.rebuild import chunk_depths, token_after_prefill
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import RowState, SlotArray
@@ -114,9 +114,9 @@ def _bytes_of(parts: list[Int32Array]) -> bytes:
     return np.concatenate(parts).tobytes() if parts else b""
 
 
-def prefill_variant(chunks: list[PrefillChunk]) -> int:
-    """Variant bits. Penalties count the tokens of every chunk; the other bits concern those that yield a token."""
-    variant = 0
+def prefill_variant(chunks: list[PrefillChunk]) -> Variant:
+    """Penalties count the tokens of every chunk; the other flags concern those that yield a token."""
+    variant = PLAIN
     for chunk in chunks:
         params = chunk.request.params
         if params.shapes_logits:
@@ -125,22 +125,28 @@ def prefill_variant(chunks: list[PrefillChunk]) -> int:
             variant |= Variant.CONSTRAIN
         if chunk.samples and params.temperature > 0:
             variant |= Variant.SAMPLE
+        if chunk.samples and params.filters:
+            variant |= Variant.FILTER
         if chunk.samples and params.logprobs:
             variant |= Variant.SCORE
     return variant
 
 
-def coda_variant(rows: RowState, slots: SlotArray) -> int:
-    """Variant bits of a coda of these rows."""
-    any_of, variant = rows.any_of, 0
-    if any_of("sampled", slots):
-        variant |= Variant.SAMPLE
-    if any_of("shaped", slots):
-        variant |= Variant.SHAPE
-    if any_of("constrained", slots):
-        variant |= Variant.CONSTRAIN
-    if any_of("scored", slots):
-        variant |= Variant.SCORE
+_CODA_VARIANTS = {
+    "sampled": Variant.SAMPLE,
+    "filtered": Variant.FILTER,
+    "shaped": Variant.SHAPE,
+    "constrained": Variant.CONSTRAIN,
+    "scored": Variant.SCORE,
+}
+
+
+def coda_variant(rows: RowState, slots: SlotArray) -> Variant:
+    """What a coda of these rows must do."""
+    variant = PLAIN
+    for kind, flag in _CODA_VARIANTS.items():
+        if rows.any_of(kind, slots):
+            variant |= flag
     return variant
 
 

@@ -70,6 +70,7 @@ class RowState:
         self.arrived_s = np.full(rows, np.nan)  # of a request that is admitted for the first time
         self.epoch = np.zeros(rows, np.int64)  # bumped for every token and owner: late flags of older ones are void
         self.sampled = np.zeros(rows, np.bool_)  # temperature > 0
+        self.filtered = np.zeros(rows, np.bool_)  # so, and with top-k, top-p or min-p
         self.gated = np.zeros(rows, np.bool_)  # a core step returns a decision
         self.own = np.zeros(rows, np.bool_)  # that decision is needed before the next stage
         self.preloop = np.zeros(rows, np.bool_)  # prelude returns the depth
@@ -82,7 +83,18 @@ class RowState:
         self.table = np.zeros((rows, max_blocks_per_seq), np.int32)  # logical blocks
         self.replay = np.zeros((rows, 0), np.uint8)  # depth by decode token, grown on demand
         self.request: list[Request | None] = [None] * rows
-        kinds = ("sampled", "gated", "own", "preloop", "replayed", "shaped", "scored", "constrained", "again")
+        kinds = (
+            "sampled",
+            "filtered",
+            "gated",
+            "own",
+            "preloop",
+            "replayed",
+            "shaped",
+            "scored",
+            "constrained",
+            "again",
+        )
         self.active_with = dict.fromkeys(kinds, 0)
 
     def in_phase(self, phase: int) -> SlotArray:
@@ -183,6 +195,7 @@ class RowState:
         gate = request.gate
         holds = {
             "sampled": request.params.temperature > 0,
+            "filtered": request.params.filters,
             "gated": gate.decides_on_device,
             "own": gate is Gate.OWN,
             "preloop": gate is Gate.PRELOOP,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.common.messages import StageBatch, Variant
+from depthbatch.common.messages import PLAIN, StageBatch, Variant
 from depthbatch.worker.runner.plain import Runner
 from reference.oracle import HUGINN, OURO
 
@@ -43,7 +43,8 @@ class Operators(TorchDispatchMode):
 
 def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
     """One token of three rows that sit at different loops, with every variant on that the stage has here."""
-    variant = {Stage.PRELUDE: 0, Stage.CORE: Variant.GATES, Stage.CODA: Variant.SAMPLE | Variant.SHAPE | Variant.SCORE}
+    coda = Variant.SAMPLE | Variant.FILTER | Variant.SHAPE | Variant.SCORE
+    variant = {Stage.PRELUDE: PLAIN, Stage.CORE: Variant.GATES, Stage.CODA: coda}
     for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, 3, 1))):
         frame = np.zeros((3, BUCKET), np.int32)
         frame[:, :ROWS] = [1, 2, 4], [position] * 3, aux

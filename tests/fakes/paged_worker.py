@@ -189,7 +189,7 @@ class PagedWorker:
         depths = list(extra.depths) or [config.r_max] * header.n_tokens
         assert len(depths) == header.n_tokens and set(known) <= set(slots)
         sampled, offset = [], 0
-        hot = False
+        hot = filtered = False
         for row, number in enumerate(slots):
             slot, start, length = self.slots[number], int(frame.starts[row]), int(frame.lengths[row])
             if number in fresh:
@@ -220,7 +220,9 @@ class PagedWorker:
                 self.cuts[self._seed(slot)] = slot.cuts
                 sampled.append(slot.token)
                 hot = hot or self._float(slot, SlotParam.TEMPERATURE) > 0
+                filtered = filtered or self._filters(slot)
         assert bool(header.variant & Variant.SAMPLE) == hot
+        assert bool(header.variant & Variant.FILTER) == filtered
         return sampled, []
 
     def _take_params(self, stage: ScheduledStage) -> set[int]:
@@ -278,7 +280,7 @@ class PagedWorker:
 
     def _coda(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
         sampled = []
-        hot = False
+        hot = filtered = False
         for slot, position, depth in rows:
             assert position == slot.position and depth == slot.loop
             slot.token = sample(slot.context, depth, self.config.vocab_size)
@@ -286,7 +288,9 @@ class PagedWorker:
             slot.expects = (Stage.PRELUDE,)
             sampled.append(slot.token)
             hot = hot or self._float(slot, SlotParam.TEMPERATURE) > 0
+            filtered = filtered or self._filters(slot)
         assert bool(stage.header.variant & Variant.SAMPLE) == hot
+        assert bool(stage.header.variant & Variant.FILTER) == filtered
         return sampled, []
 
     def _write(self, slot: Slot, position: int, value: int) -> None:
@@ -312,6 +316,11 @@ class PagedWorker:
     @staticmethod
     def _seed(slot: Slot) -> int:
         return int(slot.params[SlotParam.SEED_LOW])
+
+    def _filters(self, slot: Slot) -> bool:
+        narrow = slot.params[SlotParam.TOP_K] > 0 or self._float(slot, SlotParam.TOP_P) < 1
+        narrow = narrow or self._float(slot, SlotParam.MIN_P) > 0
+        return bool(narrow) and self._float(slot, SlotParam.TEMPERATURE) > 0
 
     @staticmethod
     def _float(slot: Slot, column: SlotParam) -> float:

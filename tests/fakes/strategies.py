@@ -63,6 +63,8 @@ def submits(draw, config, request_id, gates=tuple(Gate), stops=True):
             min_tokens=draw(st.integers(0, max_tokens)),
             stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))) if stops else (),
             temperature=draw(st.sampled_from([0.0, 0.7])),
+            top_k=draw(st.sampled_from([0, 5])),
+            min_p=draw(st.sampled_from([0.0, 0.1])),
             seed=request_id,
             gate=gate,
             exit_threshold=draw(st.sampled_from([0.5, 0.5, 1.0])),
