@@ -24,9 +24,9 @@ from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineCo
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_POSITION, Stage
 from depthbatch.common.messages import StageResult
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile
 

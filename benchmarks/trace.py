@@ -21,9 +21,9 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo, StageResult
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.scheduler.stage_trace import describe_stage
 
 BLOCK_SIZE = 16

@@ -23,8 +23,8 @@ Rarer inputs and outputs travel as bytes inside the messages (StageExtra, StageR
                                  addition of -inf holds until position MIN_UNTIL of the slot only
     targets       int32 [n, 2]   index among the packed prompt tokens | token whose logprob is wanted there
     depths        uint8 [n_tokens]   loops that each token of a prefill runs; none at all = r_max everywhere
-    tokens        int32 [n, 2]   slot | known token that the slot goes on with, in place of one sampled
-    scores        int32 [n, 1 + 2 k]   float32 bits of a token's logprob | k likeliest tokens | bits of their logprobs
+    forced_tokens int32 [n, 2]   slot | known token that the slot goes on with, in place of one sampled
+    logprobs      int32 [n, 1 + 2 k]   float32 bits of a token's logprob | k likeliest tokens | bits of their logprobs
 """
 
 from enum import IntEnum
@@ -87,13 +87,13 @@ SLOT_PARAM_FLOATS = (
     SlotParam.REPETITION,
 )
 MAX_ADJUSTMENTS = 1024  # entries of a slot's adjustment table: logit_bias, and stop tokens while min_tokens holds
-MAX_LOGPROBS = 20  # likeliest tokens a scored token comes with
-ADJUSTMENT_FIELDS, TARGET_FIELDS, KNOWN_TOKEN_FIELDS = 4, 2, 2
+MAX_LOGPROBS = 20  # likeliest tokens a logprob comes with
+ADJUSTMENT_FIELDS, TARGET_FIELDS, FORCED_TOKEN_FIELDS = 4, 2, 2
 MAX_DEPTH = 255  # depths travel as uint8
 
 
-def score_fields(max_logprobs: int) -> int:
-    """Columns of a row of scores with ``max_logprobs`` likeliest tokens."""
+def logprob_fields(max_logprobs: int) -> int:
+    """Columns of a row of logprobs with ``max_logprobs`` likeliest tokens."""
     return 1 + 2 * max_logprobs
 
 

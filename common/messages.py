@@ -54,7 +54,7 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: bytes = b""  # int32 [n, 2]: token, float32 bits
-    logprobs: bool = False  # output tokens come with scores (common.frames)
+    logprobs: bool = False  # output tokens come with theirs (common.frames)
     prompt_logprobs: bool = False  # so do the prompt's tokens, all but the first
     grammar: str = ""  # what the worker's matcher allows (worker.grammar), "" = everything
 
@@ -64,7 +64,7 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
-    def shapes_logits(self) -> bool:
+    def changes_logits(self) -> bool:
         """Logits are changed before a token is chosen: penalties, bias, or stop tokens held off by min_tokens."""
         return bool(
             self.presence_penalty
@@ -91,7 +91,7 @@ class Submit(Message, frozen=True):
     params: RequestParams
     generated: bytes = b""  # int32 tokens already produced, when a request is resubmitted after a crash
     generated_depths: bytes = b""  # uint8, their exit depths
-    scored: int = 0  # prompt logprobs already delivered, likewise
+    prompt_logprobs_sent: int = 0  # rows of prompt logprobs that were delivered, likewise
     cuts: bytes = b""  # int32 tokens of each chunk of the prompt's prefill, where a TokenEvent has told
 
 
@@ -140,7 +140,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     device: str
     dtype: str
     eos_token_ids: tuple[int, ...] = ()  # end of sequence by the model's files
-    max_logprobs: int = 0  # likeliest tokens a scored token comes with; 0 = this device gives no logprobs
+    max_logprobs: int = 0  # likeliest tokens a logprob comes with; 0 = this device gives no logprobs
     grammars: bool = False  # can constrain output
 
 
@@ -151,7 +151,7 @@ class EngineReady(Message, frozen=True):
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One step's news of one request. ``finish_reason`` is set on the last event, which may carry no token.
 
-    ``logprobs``: scores (common.frames), one row a token of this event; ``prompt_logprobs``: one a prompt token, in
+    ``logprobs``: rows of common.frames, one a token of this event; ``prompt_logprobs``: one a prompt token, in
     their order, before the first output token. ``cuts`` comes with the first token where a sequence can only be rebuilt
     with its prompt cut as it was: int32 tokens of each chunk.
     """
@@ -211,8 +211,8 @@ class Variant(IntFlag):
 
     SAMPLE = 1  # some row has temperature > 0
     GATES = 2  # some row has a gate that decides on the device
-    SHAPE = 4  # some row has penalties, a bias or min_tokens (prefill: some chunk's request)
-    SCORE = 8  # some row that gets a token wants its logprobs
+    LOGITS = 4  # some row has penalties, a bias or min_tokens (prefill: some chunk's request)
+    LOGPROBS = 8  # some row that gets a token wants its logprobs
     CONSTRAIN = 16  # some row has a grammar (prefill: some chunk's request)
     FILTER = 32  # some sampled row has top-k, top-p or min-p
 
@@ -229,13 +229,13 @@ class GrammarStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Inputs that few prefills, and preludes (``tokens`` only), have (common.frames)."""
+    """Inputs that few prefills, and preludes (``forced_tokens`` only), have (common.frames)."""
 
     adjustments: bytes = b""  # int32 [n, 4]
     targets: bytes = b""  # int32 [n, 2], ascending by index
     grammars: tuple[GrammarStart, ...] = ()
     depths: bytes = b""  # uint8 [n_tokens]
-    tokens: bytes = b""  # int32 [n, 2]
+    forced_tokens: bytes = b""  # int32 [n, 2]
 
 
 class StageBatch(Message, frozen=True):
@@ -270,8 +270,8 @@ class WorkerReady(Message, frozen=True):
 
 class StageResult(Message, frozen=True):
     """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). ``flags``: uint8 a row (core:
-    1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). ``scores``: one row
-    (common.frames) a sampled sequence, with Variant.SCORE; ``prompt_scores``: one a target. Times are seconds on the
+    1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). ``logprobs``: one row
+    (common.frames) a sampled sequence, with Variant.LOGPROBS; ``prompt_logprobs``: one a target. Times are seconds on the
     worker's clock."""
 
     step_id: int
@@ -279,8 +279,8 @@ class StageResult(Message, frozen=True):
     end_s: float
     token_ids: bytes = b""
     flags: bytes = b""
-    scores: bytes = b""
-    prompt_scores: bytes = b""
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 class WorkerHeartbeat(Message, frozen=True):

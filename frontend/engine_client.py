@@ -23,7 +23,7 @@ import zmq
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, EngineDeadError, RequestError
-from depthbatch.common.frames import score_fields
+from depthbatch.common.frames import logprob_fields
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
     WIRE_VERSION,
@@ -44,7 +44,8 @@ from depthbatch.common.messages import (
     TokenEvent,
     Tokens,
 )
-from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, RunDir
+from depthbatch.common.run_dir import RunDir
+from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer
 from depthbatch.frontend.attach import AttachedProcess, AttachedProcesses, ForeignRunDir
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
 from depthbatch.frontend.output import Update
@@ -68,8 +69,8 @@ class LiveRequest:
     generated: "array[int]" = field(default_factory=lambda: array("i"))
     depths: bytearray = field(default_factory=bytearray)  # exit depth of each of them
     cuts: bytes = b""  # int32, where the prompt was cut, if that matters
-    prompt_scores: list[bytes] = field(default_factory=list)  # until they go out with the first token
-    scored: int = 0  # prompt tokens whose scores have come
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # until they go out with the first token
+    prompt_logprobs_sent: int = 0  # prompt tokens whose logprobs have come
 
 
 class EngineClient:
@@ -249,7 +250,7 @@ class EngineClient:
     def _submit_message(self, request_id: int) -> Submit:
         live = self._live[request_id]
         generated, depths = live.generated.tobytes(), bytes(live.depths)
-        return Submit(request_id, live.prompt, live.params, generated, depths, live.scored, live.cuts)
+        return Submit(request_id, live.prompt, live.params, generated, depths, live.prompt_logprobs_sent, live.cuts)
 
     def _drain(self, updates: list[Update]) -> None:
         while self._link is not None and (received := self._link.receive()) is not None:
@@ -278,8 +279,8 @@ class EngineClient:
             return  # aborted here; the scheduler had not heard of it yet
         if event.prompt_logprobs:
             assert self.info is not None
-            live.prompt_scores.append(event.prompt_logprobs)
-            live.scored += len(event.prompt_logprobs) // (4 * score_fields(self.info.max_logprobs))
+            live.prompt_logprobs.append(event.prompt_logprobs)
+            live.prompt_logprobs_sent += len(event.prompt_logprobs) // (4 * logprob_fields(self.info.max_logprobs))
         if event.finish_reason is None and not event.token_ids:
             return
         live.generated.extend(event.token_ids)
@@ -288,8 +289,8 @@ class EngineClient:
         if event.finish_reason is not None:
             del self._live[event.request_id]
         error = EngineDeadError("the engine failed on this request") if event.finish_reason == "error" else None
-        prompt_scores = b"".join(live.prompt_scores) if event.token_ids else b""
-        live.prompt_scores.clear()
+        prompt_logprobs = b"".join(live.prompt_logprobs) if event.token_ids else b""
+        live.prompt_logprobs.clear()
         updates.append(
             Update(
                 event.request_id,
@@ -299,7 +300,7 @@ class EngineClient:
                 event.stop_reason,
                 error,
                 event.logprobs,
-                prompt_scores,
+                prompt_logprobs,
             )
         )
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from depthbatch.common.child import run_child
+from depthbatch.common.os_process import run_child
 from depthbatch.scheduler.process import run_scheduler
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ prefilled again.
 import numpy as np
 
 from depthbatch.common.frames import Int32Array
-from depthbatch.scheduler.blocks import BlockPool, SlotPool
 from depthbatch.scheduler.config import SchedulerConfig
-from depthbatch.scheduler.extras import PrefillChunk
+from depthbatch.scheduler.kv_blocks import BlockPool, PrefixCache, PrefixCachingPool, SlotPool
 from depthbatch.scheduler.policy.fixed import PrefillLimit
-from depthbatch.scheduler.prefix_cache import PrefixCache, PrefixCachingPool
 from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
+from depthbatch.scheduler.stage_batch import PrefillChunk
 
 _NO_BLOCKS = np.zeros(0, np.int32)
 
@@ -153,7 +152,7 @@ class Admission:
         start, total = request.computed, request.length
         length = next_cut(request, start, budget)
         request.computed = start + length
-        if request.replays and sum(request.cuts) == start:
+        if request.forced_decode and sum(request.cuts) == start:
             request.cuts.append(length)
         is_last = request.computed == total
         self.partial = None if is_last else request

@@ -42,7 +42,7 @@ class SchedulerConfig:
     async_scheduling: str = "off"
     gates: tuple[Gate, ...] = tuple(Gate)
     kv_layout: KVLayout = KVLayout.SINGLE
-    max_logprobs: int = 0  # 0: the worker scores no tokens
+    max_logprobs: int = 0  # 0: the worker gives none
     grammars: bool = False  # the worker can constrain output
 
     def __post_init__(self) -> None:

@@ -13,18 +13,28 @@ from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.messages import PLAIN, Rejected, StageBatch, StageExtra, StageResult, Submit, TokenEvent, Variant
 from depthbatch.scheduler.admission import Admission
-from depthbatch.scheduler.assembly import ScheduledStage, decode_frame, prefill_frame, slot_param_frame
 from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
-from depthbatch.scheduler.extras import Targets, coda_variant, prefill_variant, split_rows, stage_extra, take_targets
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
 from depthbatch.scheduler.policy.fixed import Move, Policy
 from depthbatch.scheduler.policy.make import make_policy
 from depthbatch.scheduler.policy.view import LiveView
-from depthbatch.scheduler.rebuild import cuts_to_remember, feed_known_tokens, start_decode
+from depthbatch.scheduler.rebuild import cuts_to_remember, feed_forced_tokens, start_decode
 from depthbatch.scheduler.requests import Request, State
 from depthbatch.scheduler.rows import DECODE, EXITED, READY, SlotArray
 from depthbatch.scheduler.selfcheck import check_idle, check_ownership
+from depthbatch.scheduler.stage_batch import (
+    PromptTargets,
+    ScheduledStage,
+    coda_variant,
+    decode_frame,
+    prefill_frame,
+    prefill_variant,
+    slot_param_frame,
+    split_rows,
+    stage_extra,
+    take_targets,
+)
 from depthbatch.scheduler.validation import make_request
 
 
@@ -107,7 +117,7 @@ class Scheduler:
         if step.decides:
             self._apply_flags(step, result.flags)
         if step.targets is not None:
-            self._deliver_prompt(step, step.targets, result.prompt_scores)
+            self._deliver_prompt(step, step.targets, result.prompt_logprobs)
         if step.requests:
             self._deliver(step, result)
         self._check_when_idle()
@@ -223,10 +233,10 @@ class Scheduler:
         last = slots[positions >= rows.last_position.take(slots)]
         by_slot = rows.request
         requests = tuple([by_slot[slot] for slot in slots.tolist()])
-        if rows.any_of("again", slots):
-            known = rows.again[slots].tolist()
+        if rows.any_of("forced", slots):
+            known = rows.forced[slots].tolist()
             requests = tuple([None if old else request for request, old in zip(requests, known, strict=True)])
-        step = InFlightStep(self._take_step_id(), Stage.CODA, slots, now, scored=bool(variant & Variant.SCORE))
+        step = InFlightStep(self._take_step_id(), Stage.CODA, slots, now, scored=bool(variant & Variant.LOGPROBS))
         step.requests = requests
         step.depths = tuple(depths.tolist())
         positions += 1
@@ -249,7 +259,7 @@ class Scheduler:
             return None
         new_blocks = self.admission.grow(slots)
         rows.start_token(slots)
-        extra = feed_known_tokens(rows, slots) if rows.any_of("again", slots) else None
+        extra = feed_forced_tokens(rows, slots) if rows.any_of("forced", slots) else None
         step = InFlightStep(self._take_step_id(), Stage.PRELUDE, slots, now)
         step.decides = step.blocks_next = rows.any_of("preloop", slots)
         if step.decides:
@@ -281,7 +291,7 @@ class Scheduler:
             after_no_work=self._nothing_ran,
             extra=stage_extra(chunks, self.config.r_max),
         )
-        step.scored = bool(header.variant & Variant.SCORE)
+        step.scored = bool(header.variant & Variant.LOGPROBS)
         step.targets = take_targets(chunks)
         for request in [chunk.request for chunk in chunks if chunk.is_last]:
             request.dispatched += not request.output
@@ -320,8 +330,8 @@ class Scheduler:
         if flags.size != slots.size or step.epochs is None:
             raise ValueError(f"step {step.step_id} has {slots.size} rows, its result {flags.size} flags")
         current = rows.epoch[slots] == step.epochs
-        if rows.active_with["again"]:
-            current &= ~rows.again[slots]  # their depths are known
+        if rows.active_with["forced"]:
+            current &= ~rows.forced[slots]  # their depths are known
         if step.stage is Stage.PRELUDE:
             fired = slots[current & rows.preloop[slots]]
             depth = flags[current & rows.preloop[slots]].astype(np.int32)
@@ -337,9 +347,9 @@ class Scheduler:
         if leaving.size:
             rows.move(leaving, READY, EXITED)
 
-    def _deliver_prompt(self, step: InFlightStep, targets: Targets, scores: bytes) -> None:
-        """Scores of prompt tokens become events without tokens."""
-        rows = iter(split_rows(scores, sum(targets.counts)))
+    def _deliver_prompt(self, step: InFlightStep, targets: PromptTargets, logprobs: bytes) -> None:
+        """Logprobs of prompt tokens become events without tokens."""
+        rows = iter(split_rows(logprobs, sum(targets.counts)))
         for request, count in zip(*targets, strict=True):
             data = b"".join(islice(rows, count))
             if request.state is not State.DONE:
@@ -352,11 +362,11 @@ class Scheduler:
         if len(tokens) != len(step.requests):
             raise ValueError(f"step {step.step_id} samples {len(step.requests)} tokens, its result has {len(tokens)}")
         events, dropped = self._events, 0
-        scores: Iterable[bytes] = repeat(b"")
+        logprobs: Iterable[bytes] = repeat(b"")
         if step.scored:
-            rows = split_rows(result.scores, len(tokens))
-            scores = [row if r and r.params.logprobs else b"" for r, row in zip(step.requests, rows, strict=True)]
-        for request, token, depth, score in zip(step.requests, tokens, step.depths, scores, strict=False):
+            rows = split_rows(result.logprobs, len(tokens))
+            logprobs = [row if r and r.params.logprobs else b"" for r, row in zip(step.requests, rows, strict=True)]
+        for request, token, depth, logprobs_row in zip(step.requests, tokens, step.depths, logprobs, strict=False):
             if request is None or request.state is State.DONE:
                 dropped += 1
                 continue
@@ -366,10 +376,10 @@ class Scheduler:
             if token in request.stop_ids or len(output) >= request.limit:
                 reason = self._finish_reason(request)
                 if reason is not None:
-                    self._finish(request, token, depth, reason, score)
+                    self._finish(request, token, depth, reason, logprobs_row)
                     continue
             cuts = cuts_to_remember(request) if len(output) == 1 else b""
-            events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=score, cuts=cuts))
+            events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=logprobs_row, cuts=cuts))
             if self._unsettled and request.pending == 0:
                 self._unsettled.pop(request.request_id, None)
         self.counters.dropped_tokens += dropped
@@ -377,11 +387,11 @@ class Scheduler:
         pairs = zip(step.requests, step.depths, strict=True)
         self.counters.depths(step.depths if None not in step.requests else tuple([d for r, d in pairs if r]))
 
-    def _finish(self, request: Request, token: int, depth: int, reason: str, score: bytes) -> None:
+    def _finish(self, request: Request, token: int, depth: int, reason: str, logprobs_row: bytes) -> None:
         if request.state is State.ACTIVE:  # a stop token: what was dispatched since is wasted
             self.counters.lookahead_wasted_steps += self._in_flight.steps_with(request.slot)
         self._detach(request)
-        self._events.append(self._terminal(request, (token,), (depth,), reason, score))
+        self._events.append(self._terminal(request, (token,), (depth,), reason, logprobs_row))
 
     def _finish_reason(self, request: Request) -> str | None:
         """Why the request ends with its last known token."""
@@ -391,14 +401,14 @@ class Scheduler:
         return "length" if len(output) >= request.limit else None
 
     def _terminal(
-        self, request: Request, tokens: tuple[int, ...], depths: tuple[int, ...], reason: str, score: bytes = b""
+        self, request: Request, tokens: tuple[int, ...], depths: tuple[int, ...], reason: str, logprobs_row: bytes = b""
     ) -> TokenEvent:
         """The one last event of a request; the request is forgotten."""
         request.state = State.DONE
         del self._requests[request.request_id]
         self.counters.finished(reason)
         stop_reason = request.output[-1] if reason == "stop" else None
-        return TokenEvent(request.request_id, tokens, depths, reason, stop_reason, score)
+        return TokenEvent(request.request_id, tokens, depths, reason, stop_reason, logprobs_row)
 
     # --- requests that leave their slot
 

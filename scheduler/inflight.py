@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.scheduler.config import SchedulerConfig
-from depthbatch.scheduler.extras import Targets
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import SlotArray
+from depthbatch.scheduler.stage_batch import PromptTargets
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +26,8 @@ class InFlightStep:
     tokens: int = 0  # prompt tokens of a prefill; context tokens of a core step under a policy that learns
     requests: tuple[Request | None, ...] = ()  # one a sampled token; None: the token is known, this one is dropped
     depths: tuple[int, ...] = ()  # exit depth of each sampled token
-    scored: bool = False  # its tokens come with scores
-    targets: Targets | None = None  # prompt tokens that it scores
+    scored: bool = False  # its tokens come with logprobs
+    targets: PromptTargets | None = None  # prompt tokens whose logprobs it brings
 
 
 class InFlight:

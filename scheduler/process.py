@@ -18,7 +18,6 @@ import zmq
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError
-from depthbatch.common.garbage import rarely_collect
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
     WIRE_VERSION,
@@ -29,6 +28,7 @@ from depthbatch.common.messages import (
     GetStats,
     Hello,
     Rejected,
+    SchedulerHeartbeat,
     SchedulerStats,
     Shutdown,
     StageResult,
@@ -39,13 +39,13 @@ from depthbatch.common.messages import (
     WorkerMessage,
     WorkerReady,
 )
+from depthbatch.common.os_process import tune_garbage_collection
 from depthbatch.common.transport import SCHEDULER_ENDPOINT, WORKER_ENDPOINT, Received, Router, endpoint
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from depthbatch.scheduler.frontends import Frontends
+from depthbatch.scheduler.peers import Frontends, WorkerPeer
+from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.scheduler.stage_trace import StageTrace
-from depthbatch.scheduler.worker_peer import WorkerPeer
 
 HEARTBEAT_S = 0.5
 STAGES_REMEMBERED = 4096
@@ -149,7 +149,7 @@ class SchedulerProcess:
             now = time.monotonic()
             if now >= self._next_heartbeat_s:
                 self._next_heartbeat_s = now + HEARTBEAT_S
-                self.frontends.heartbeat(self.core, self.worker, self._oldest_work_age_s(now))
+                self.frontends.broadcast(self._heartbeat(now))
         if self._draining and (self.core is None or not self.core.num_unfinished):
             raise Stopped(0)
 
@@ -164,7 +164,7 @@ class SchedulerProcess:
     def fail(self, message: str, user_error: bool) -> int:
         """Tells every frontend why the engine cannot go on; returns the exit status."""
         log.error("%s", message)
-        self.frontends.tell_all(Fatal("scheduler", message, user_error))
+        self.frontends.broadcast(Fatal("scheduler", message, user_error))
         return 2 if user_error else 1
 
     # --- messages
@@ -183,8 +183,8 @@ class SchedulerProcess:
             case Fatal() as fatal:
                 log.error("worker: %s", fatal.message)
                 self.worker.lose()
-                self.frontends.last_words = fatal
-                self.frontends.tell_all(fatal)
+                self.frontends.worker_failure = fatal
+                self.frontends.broadcast(fatal)
         return []
 
     def _take_worker(self, peer: bytes, ready: WorkerReady) -> None:
@@ -196,15 +196,15 @@ class SchedulerProcess:
         self.worker.take(peer, ready.pid)
         if self.core is None:
             self.core = Scheduler(config)
-            rarely_collect()
+            tune_garbage_collection()
         elif config != self.core.config:
             raise DepthbatchError("the restarted worker is not the same engine (KV blocks or buckets differ)")
         else:
             self.core.recover()
         log.info("worker %d is ready: %d KV blocks", ready.pid, config.usable_blocks)
-        self.frontends.last_words = None
+        self.frontends.worker_failure = None
         self.frontends.ready = EngineReady(ready.info)
-        self.frontends.tell_all(self.frontends.ready)
+        self.frontends.broadcast(self.frontends.ready)
 
     def _from_frontend(self, received: Received) -> None:
         match received.message:
@@ -238,7 +238,7 @@ class SchedulerProcess:
                 self._last_progress_s = time.monotonic()
             refusal = self.core.submit(submit, time.monotonic())
         if refusal is None:
-            self.frontends.adopt(peer, submit.request_id)
+            self.frontends.assign(peer, submit.request_id)
         else:
             self.frontends.send(peer, refusal)
 
@@ -254,6 +254,13 @@ class SchedulerProcess:
         values |= self.worker.stats()
         values["decode_errors_total"] = self.frontends.link.decode_errors + self.worker.link.decode_errors
         return values
+
+    def _heartbeat(self, now: float) -> SchedulerHeartbeat:
+        steps = running = waiting = 0
+        if self.core is not None:
+            steps, running, waiting = self.core.counters.steps, self.core.num_running, self.core.num_waiting
+        age_s, worker = self._oldest_work_age_s(now), self.worker
+        return SchedulerHeartbeat(steps, age_s, worker.pid, worker.steps, running, waiting)
 
     def _oldest_work_age_s(self, now: float) -> float:
         if self.core is None or not self.core.num_unfinished:

@@ -10,14 +10,14 @@ Where every loop has a plane of its own, a prefill over all but the last token g
 token stops at its depth: its K/V of deeper loops are those of its last one, as an early exit leaves them. Where loops
 share a plane, tokens of one prefill see each other at the loop that they are at, whereas in decode the earlier one had
 come to its end. There the prompt alone is prefilled, in the chunks of the first time, and the output is decoded once
-more beside all other rows: at its known depths, with its known tokens, and what is sampled is dropped.
+more beside all other rows: at its known depths, with forced tokens (those it has said), and what is sampled is dropped.
 
 Either way the last token enters as an ordinary row: its depth is its gate's to decide, as it would have been.
 """
 
 import numpy as np
 
-from depthbatch.common.frames import KNOWN_TOKEN_FIELDS
+from depthbatch.common.frames import FORCED_TOKEN_FIELDS
 from depthbatch.common.messages import StageExtra
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import RowState, SlotArray
@@ -46,24 +46,24 @@ def chunk_depths(request: Request, start: int, length: int, r_max: int) -> bytes
     return bytes([r_max]) * of_prompt + bytes(request.depths[first : first + length - of_prompt])
 
 
-def token_after_prefill(request: Request) -> int:
-    """The known token that decode goes on with behind the prefill of a request that has output."""
+def forced_token(request: Request) -> int:
+    """The forced token that decode goes on with behind the prefill of a request that has output."""
     return request.output[request.length - request.prompt.size]
 
 
 def start_decode(rows: RowState, request: Request) -> None:
-    """A prefill is over: the row decodes, known tokens first where it has to."""
+    """A prefill is over: the row decodes, forced tokens first where it has to."""
     rows.start_decode(request.slot, request.computed)
-    if request.replays and len(request.output) > 1:
-        rows.set_again(request.slot, True)
+    if request.forced_decode and len(request.output) > 1:
+        rows.set_forced(request.slot, True)
 
 
-def feed_known_tokens(rows: RowState, slots: SlotArray) -> StageExtra:
-    """Prelude of rows of which some decode known tokens: their tokens, and the depths these had. The last token's depth
+def feed_forced_tokens(rows: RowState, slots: SlotArray) -> StageExtra:
+    """Prelude of rows of which some are fed forced tokens: their tokens, and the depths these had. The last token's depth
     is not known, so its row is from then on as any other."""
-    known = slots[rows.again[slots]]
-    fed = np.empty((known.size, KNOWN_TOKEN_FIELDS), np.int32)
-    for index, slot in enumerate(known.tolist()):
+    forced = slots[rows.forced[slots]]
+    fed = np.empty((forced.size, FORCED_TOKEN_FIELDS), np.int32)
+    for index, slot in enumerate(forced.tolist()):
         request = rows.request[slot]
         assert request is not None
         ordinal = int(rows.position[slot]) - request.prompt.size
@@ -71,5 +71,5 @@ def feed_known_tokens(rows: RowState, slots: SlotArray) -> StageExtra:
         if ordinal + 1 < len(request.output):
             rows.exit_loop[slot] = request.depths[ordinal + 1]
         else:
-            rows.set_again(slot, False)
-    return StageExtra(tokens=fed.tobytes())
+            rows.set_forced(slot, False)
+    return StageExtra(forced_tokens=fed.tobytes())

@@ -35,16 +35,18 @@ class Request:
     stop_ids: frozenset[int]
     output: list[int] = field(default_factory=list)  # tokens known here
     depths: bytearray = field(default_factory=bytearray)  # the exit depth of each: that of the token before it, if fed
-    replays: bool = False  # its K/V come back by decoding its output again (rebuild.py), not by a prefill over it
+    forced_decode: bool = (
+        False  # its K/V come back by decoding its output as forced tokens (rebuild.py), not by prefill
+    )
     dispatched: int = 0  # output tokens whose sampling stage has been dispatched
     computed: int = 0  # tokens of the running prefill that are dispatched
     prefill_tokens: Int32Array | None = None  # while prefilling: what the prefill runs over
-    cuts: list[int] = field(default_factory=list)  # requests that replay: tokens of each chunk of the prompt's prefill
+    cuts: list[int] = field(default_factory=list)  # with forced decode: tokens of each chunk of the prompt's prefill
     slot: int = 0
     state: State = State.WAITING
     epoch: int = 0  # bumped on preemption and recovery
     preempted: bool = False
-    targets_sent: int = 0  # prompt tokens, the first apart, whose scoring prefill has been dispatched
+    targets_sent: int = 0  # prompt tokens, the first apart, whose logprobs have been asked for
     targets_known: int = 0  # and answered
     prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
     overdue: bool = False  # waits behind all that are not (objective goodput)
@@ -53,7 +55,7 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens a prefill of this request runs over: all but the one that decode goes on with, which is the last."""
-        return self.prompt.size if self.replays else self.prompt.size + max(len(self.output) - 1, 0)
+        return self.prompt.size if self.forced_decode else self.prompt.size + max(len(self.output) - 1, 0)
 
     @property
     def num_tokens(self) -> int:

@@ -75,10 +75,10 @@ class RowState:
         self.own = np.zeros(rows, np.bool_)  # that decision is needed before the next stage
         self.preloop = np.zeros(rows, np.bool_)  # prelude returns the depth
         self.replayed = np.zeros(rows, np.bool_)
-        self.shaped = np.zeros(rows, np.bool_)  # penalties, bias or min_tokens
-        self.scored = np.zeros(rows, np.bool_)  # wants logprobs
+        self.changes_logits = np.zeros(rows, np.bool_)  # penalties, bias or min_tokens
+        self.logprobs = np.zeros(rows, np.bool_)  # wants logprobs
         self.constrained = np.zeros(rows, np.bool_)  # has a grammar
-        self.again = np.zeros(rows, np.bool_)  # decodes a known token once more: what it samples is dropped
+        self.forced = np.zeros(rows, np.bool_)  # is fed a token that is known: what it samples is dropped
         self.num_blocks = np.zeros(rows, np.int32)
         self.table = np.zeros((rows, max_blocks_per_seq), np.int32)  # logical blocks
         self.replay = np.zeros((rows, 0), np.uint8)  # depth by decode token, grown on demand
@@ -90,10 +90,10 @@ class RowState:
             "own",
             "preloop",
             "replayed",
-            "shaped",
-            "scored",
+            "changes_logits",
+            "logprobs",
             "constrained",
-            "again",
+            "forced",
         )
         self.active_with = dict.fromkeys(kinds, 0)
 
@@ -134,7 +134,7 @@ class RowState:
         request = self.request[slot]
         assert request is not None
         self._set_kinds(slot, request, -1)
-        self.set_again(slot, False)
+        self.set_forced(slot, False)
         self._set_phase(slot, FREE)
         self.request[slot] = None
         self.epoch[slot] += 1
@@ -142,10 +142,10 @@ class RowState:
         self.num_blocks[slot] = 0
         return blocks
 
-    def set_again(self, slot: int, again: bool) -> None:
-        """The row decodes known tokens from now on, or no longer."""
-        self.active_with["again"] += int(again) - int(self.again[slot])
-        self.again[slot] = again
+    def set_forced(self, slot: int, forced: bool) -> None:
+        """The row decodes forced tokens from now on, or no longer."""
+        self.active_with["forced"] += int(forced) - int(self.forced[slot])
+        self.forced[slot] = forced
 
     def start_decode(self, slot: int, position: int) -> None:
         """The prompt is prefilled; the row now carries the token at ``position``."""
@@ -200,8 +200,8 @@ class RowState:
             "own": gate is Gate.OWN,
             "preloop": gate is Gate.PRELOOP,
             "replayed": gate is Gate.REPLAY,
-            "shaped": request.params.shapes_logits,
-            "scored": request.params.logprobs,
+            "changes_logits": request.params.changes_logits,
+            "logprobs": request.params.logprobs,
             "constrained": bool(request.params.grammar),
         }
         for kind, value in holds.items():

@@ -9,8 +9,8 @@ import numpy as np
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_AUX, Stage
 from depthbatch.common.logging import get_logger
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.stage_batch import ScheduledStage
 
 log = get_logger("stage_trace")
 

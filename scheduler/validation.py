@@ -10,8 +10,8 @@ from depthbatch.common.frames import MAX_ADJUSTMENTS
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import MAX_PRIORITY, SchedulerConfig
-from depthbatch.scheduler.extras import num_adjustments
 from depthbatch.scheduler.requests import Request
+from depthbatch.scheduler.stage_batch import num_adjustments
 
 
 def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arrival: int) -> Request:
@@ -23,9 +23,9 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
     generated = np.frombuffer(submit.generated, dtype="<i4")
     _check_tokens(prompt, config, "prompt")
     _check_tokens(generated, config, "generated")
-    replays = not config.kv_layout.keeps_every_loop(config.r_max)
+    forced_decode = not config.kv_layout.keeps_every_loop(config.r_max)
     cuts = np.frombuffer(submit.cuts, "<i4").tolist()
-    if replays and generated.size and not cuts and prompt.size <= config.max_num_batched_tokens:
+    if forced_decode and generated.size and not cuts and prompt.size <= config.max_num_batched_tokens:
         cuts = [prompt.size]  # none were told because the prompt was prefilled whole, and so it must be again
     limit = min(params.max_tokens, config.max_model_len - prompt.size)
     _check_fits(prompt.size, limit, config)
@@ -39,11 +39,11 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
         stop_ids=frozenset(params.stop_token_ids),
         output=generated.tolist(),
         depths=bytearray(submit.generated_depths),
-        replays=replays,
+        forced_decode=forced_decode,
         cuts=cuts,
         dispatched=generated.size,
-        targets_sent=submit.scored,
-        targets_known=submit.scored,
+        targets_sent=submit.prompt_logprobs_sent,
+        targets_known=submit.prompt_logprobs_sent,
     )
 
 
@@ -155,7 +155,11 @@ def _check_features(submit: Submit, config: SchedulerConfig) -> None:
         _require(config.max_logprobs > 0 or not getattr(params, name), name, f"{name}: this device gives none")
     _require(config.grammars or not params.grammar, "grammar", "this engine cannot constrain output by a grammar")
     prompt_tokens = len(submit.prompt) // 4
-    _require(0 <= submit.scored <= prompt_tokens, "scored", f"{submit.scored} of {prompt_tokens} prompt tokens scored")
+    _require(
+        0 <= submit.prompt_logprobs_sent <= prompt_tokens,
+        "prompt_logprobs_sent",
+        f"{submit.prompt_logprobs_sent} prompt logprobs sent of {prompt_tokens} prompt tokens",
+    )
 
 
 def _check_depth(submit: Submit, config: SchedulerConfig) -> None:

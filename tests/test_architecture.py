@@ -92,7 +92,17 @@ def test_heavy_imports_stay_out(module: str, forbidden: tuple[str, ...]) -> None
     """At run time, in a process of its own: what others import on the way counts too. The scheduler must not hold device
     libraries; the frontend and the command must start at once; torch reads what the worker's main sets for it."""
     code = f"import sys, {module}; print([name for name in {forbidden!r} if name in sys.modules])"
-    assert run_python(code).stdout.strip() == "[]"
+    ran = run_python(code)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[]"
+
+
+def test_the_scheduler_process_loads_its_own_package_and_common_alone() -> None:
+    """Frontend or worker code that comes in by a detour. numpy is named as a control: the check sees modules."""
+    code = "import sys, depthbatch.scheduler.process; print(' '.join(sys.modules))"
+    modules = run_python(code).stdout.split()
+    assert "numpy" in modules
+    assert {name.split(".")[1] for name in modules if name.startswith("depthbatch.")} == {"common", "scheduler"}
 
 
 def test_help_starts_without_torch() -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from depthbatch.common.child import run_child
+from depthbatch.common.os_process import run_child
 
 
 def _run(run_dir: str, config_json: str) -> int:

@@ -145,7 +145,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def run_section(name: str, dry_run: bool, work: Path, into: Path) -> int:
     """A section in this process: one line of JSON a result as soon as it is there."""
     from depthbatch.benchmarks.gpu import sections
-    from depthbatch.common.child import die_with_parent
+    from depthbatch.common.os_process import die_with_parent
 
     die_with_parent(os.getppid())
     setup = sections.Setup(dry_run, work, TESTS / "data" / "fidelity")

@@ -20,7 +20,8 @@ from xmlrpc.client import Error, dumps, loads
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
-from depthbatch.common.transport import API_ENDPOINT, RunDir, endpoint
+from depthbatch.common.run_dir import RunDir
+from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.deploy.supervise.program import HTTP_FILE, RUN_DIR_VARIABLE, URL_FILE
 from depthbatch.frontend.attach import read_starts, write_config, write_file
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig

@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from depthbatch.common.errors import DepthbatchError
-from depthbatch.common.garbage import rarely_collect
 from depthbatch.common.logging import get_logger
+from depthbatch.common.os_process import tune_garbage_collection
 from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import catch_the_rest, failure_of
@@ -95,7 +95,7 @@ async def _with_engine(
         app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
         server.service = service
         api = ZmqApi(engine, endpoint(engine.run_dir, API_ENDPOINT))
-        rarely_collect()
+        tune_garbage_collection()
         try:
             on_ready(server.url)
             raise await engine.failed()

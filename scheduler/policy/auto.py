@@ -48,7 +48,7 @@ from depthbatch.scheduler.policy.coda_timing import Tournament, defer, first_gue
 from depthbatch.scheduler.policy.cost_model import StageCosts
 from depthbatch.scheduler.policy.exit_forecast import ExitForecast
 from depthbatch.scheduler.policy.fixed import Move, PrefillLimit, QueueView
-from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, Pacing, PrefillCost, Targets
+from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, LatencyTargets, Pacing, PrefillCost
 
 _REFRESH_STEPS = 32  # core steps between refits; in the beginning also after 8 and 16
 _ROUND_S = 60e-6  # about what a round of the tournament takes the scheduler
@@ -82,7 +82,7 @@ class AutoPolicy:
         self._last_end_s: float | None = None  # of the latest stage, on the worker's clock
         self._pacing: Pacing | None = None  # of prefill, under targets
         if config.objective != "throughput":
-            targets = Targets(config.ttft_target_s, config.itl_target_s)
+            targets = LatencyTargets(config.ttft_target_s, config.itl_target_s)
             self._pacing = Pacing(config.objective, targets, width, config.max_num_batched_tokens)
         self._decode = DecodeForecast(self.forecast.remaining(), 0.0)
         self._context = 0.0  # tokens a row, in the latest core step

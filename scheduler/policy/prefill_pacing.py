@@ -43,7 +43,7 @@ FloatArray = npt.NDArray[np.float64]
 _FORGET = 0.998  # of the sums, a stage
 
 
-class Targets(NamedTuple):
+class LatencyTargets(NamedTuple):
     """Seconds."""
 
     ttft_s: float
@@ -67,7 +67,7 @@ class DecodeForecast(NamedTuple):
 class Pacing:
     """Times of rows and flow of tokens, and the limit that follows from them."""
 
-    def __init__(self, objective: str, targets: Targets, width: int, max_tokens: int) -> None:
+    def __init__(self, objective: str, targets: LatencyTargets, width: int, max_tokens: int) -> None:
         self._goodput = objective == "goodput"
         self._targets = targets
         self._width, self._max_tokens = width, max_tokens

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from depthbatch.common.frames import MAX_LOGPROBS, score_fields
+from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention import paged, triton_decode
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
@@ -120,7 +120,7 @@ def test_every_form_runs_on_fake_cuda_tensors(
     uncaptured (prefill, greedy and with all that can be asked for, and that of rebuilt sequences). A host read or a mix of devices raises, as the last test shows."""
     with fake_cuda(), torch.no_grad(), like_cuda(monkeypatch):
         stages = fake_stages(models[model], layout, backend)
-        columns = score_fields(MAX_LOGPROBS)
+        columns = logprob_fields(MAX_LOGPROBS)
         on_device, sampled, targets = (
             torch.empty(shape, dtype=torch.int32, device=CUDA) for shape in (FRAME.size, 2, (4, 2))
         )

@@ -97,7 +97,7 @@ def test_a_known_token_takes_the_place_of_the_sampled_one(overlaps: bool) -> Non
     bucket = min(bucket for bucket in runner.limits.buckets if bucket >= 2)
     frame = np.zeros((3, bucket), np.int32)
     frame[:, :2] = [1, 2], [0, 0], [1, 2]
-    extra = StageExtra(tokens=np.array([[1, 42]], np.int32).tobytes())
+    extra = StageExtra(forced_tokens=np.array([[1, 42]], np.int32).tobytes())
     runner.read(runner.launch(StageBatch(1, Stage.PRELUDE, bucket, 2, extra=extra), frame))
     assert slots.token[1:3].tolist() == [42, 9]
     assert [slots.shaping.counts[row, token].item() for row, token in ((1, 7), (1, 42), (2, 9))] == [0, 1, 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from depthbatch.common.frames import MAX_LOGPROBS, score_fields
+from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
@@ -58,7 +58,7 @@ def test_every_stage_runs_on_fake_cuda_tensors(model_dir: Path, layout: KVLayout
         sampled = torch.empty(1, dtype=torch.int32, device=CUDA)
         targets = torch.empty(4, 2, dtype=torch.int32, device=CUDA)
         chunks = PrefillInput.from_frame(frame, on_device, sampled, n_tokens=5, n_updates=2, targets=targets)
-        columns = score_fields(MAX_LOGPROBS)
+        columns = logprob_fields(MAX_LOGPROBS)
         for sampler in (Sampler(sample=True, filtered=True), Sampler(True, True, True, True, True)):
             (tokens, scores), prompt_scores = stages.prefill(chunks, sampler)
             assert tokens.device.type == scores.device.type == prompt_scores.device.type == "cuda"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from engine.test_lockstep import engine
 
-from depthbatch.common.frames import MAX_LOGPROBS, score_fields
+from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
@@ -37,7 +37,7 @@ def log_softmax(logits: Row) -> Row:
 
 
 def rows_of(scores: bytes) -> npt.NDArray[np.int32]:
-    return np.frombuffer(scores, np.int32).reshape(-1, score_fields(MAX_LOGPROBS))
+    return np.frombuffer(scores, np.int32).reshape(-1, logprob_fields(MAX_LOGPROBS))
 
 
 def check_scores(scores: bytes, prompt: list[int], tokens: list[int], first: int) -> None:
@@ -128,7 +128,7 @@ def test_shaped_greedy_tokens_are_the_plain_twins(options: dict[str, object]) ->
             raw = reference_logits(tuple(prompt + answer.tokens[:place]))
             want = shaped(raw, prompt, answer.tokens[:place], params)
             assert want.max() - want[token] < 2 * NEAR_TIE, (place, token)
-            differ += params.shapes_logits and raw.max() - raw[token] > 0.01
+            differ += params.changes_logits and raw.max() - raw[token] > 0.01
     assert differ > 12
     assert (running.preemptions > 0) == ("kv_blocks" in options)
 
@@ -178,7 +178,7 @@ def test_batches_that_ask_for_nothing_pay_nothing() -> None:
     """Ordinary requests after shaped and scored ones in the same slots: no stage carries a bit or an extra of theirs."""
     running = engine(OURO, LAYOUT)
     running.run(requests(logprobs=True))
-    extras = Variant.SHAPE | Variant.SCORE
+    extras = Variant.LOGITS | Variant.LOGPROBS
     assert any(ran.header.variant & extras for ran in running.history)
     running.history.clear()
     running.run([(prompt, RequestParams(max_tokens=3, max_loops=4)) for prompt, _ in requests()])
@@ -232,9 +232,9 @@ def test_a_resubmitted_request_is_scored_from_where_it_was() -> None:
     running = engine(OURO, LAYOUT)
     scheduler = Scheduler(SchedulerConfig.resolve(running.config, running.built.info))
     data = np.array(prompt, np.int32).tobytes()
-    assert scheduler.submit(Submit(0, data, params, scored=20)) is None
+    assert scheduler.submit(Submit(0, data, params, prompt_logprobs_sent=20)) is None
     said, depths = np.array(want.tokens[:3], np.int32).tobytes(), bytes(want.depths[:3])
-    again = Submit(1, data, params, generated=said, generated_depths=depths, scored=len(prompt) - 1)
+    again = Submit(1, data, params, generated=said, generated_depths=depths, prompt_logprobs_sent=len(prompt) - 1)
     assert scheduler.submit(again) is None
     tokens, scores, prompt_scores = [[], want.tokens[:3]], [b"", b""], [b"", b""]
     while scheduler.num_unfinished:

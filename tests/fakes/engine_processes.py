@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from depthbatch.common.child import die_with_parent
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import (
@@ -38,6 +37,7 @@ from depthbatch.common.messages import (
     WorkerMessage,
     WorkerReady,
 )
+from depthbatch.common.os_process import die_with_parent
 from depthbatch.common.transport import Dealer, Router, endpoint
 
 STEP_S = 0.002

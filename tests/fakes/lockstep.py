@@ -18,9 +18,9 @@ import numpy as np
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import ROW_AUX, SlotParam, Stage, split_prefill_frame
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import resolve_device
 from depthbatch.worker.models.loader import load_model
@@ -158,7 +158,7 @@ class LockstepEngine:
         loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
         self.history.append(Ran(stage.header, tuple(loops)))
         if stage.header.stage == Stage.PREFILL and stage.header.extra is not None:
-            self.rebuilt += len(stage.header.extra.tokens) // 8
+            self.rebuilt += len(stage.header.extra.forced_tokens) // 8
         parts = (output.token_ids, output.flags, output.scores, output.prompt_scores)
         result = StageResult(stage.header.step_id, now, now + 1, *[part.tobytes() for part in parts])
         return Late(stage, result)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from depthbatch.common.messages import Submit, TokenEvent
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.stage_batch import ScheduledStage
 from fakes.paged_worker import PagedWorker
 
 
@@ -87,7 +87,7 @@ class Lockstep:
         former, self.worker = self.worker, PagedWorker(self.config)
         self.worker.last_step_id = self.scheduler._next_step_id - 1
         self.worker.cuts = former.cuts
-        self.worker.rebuilt, self.worker.decoded_again = former.rebuilt, former.decoded_again
+        self.worker.rebuilt, self.worker.forced = former.rebuilt, former.forced
 
     def dispatch(self) -> ScheduledStage | None:
         """One stage, executed at once (the worker's order is the order of dispatch), its result held back."""

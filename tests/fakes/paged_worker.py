@@ -19,8 +19,8 @@ import numpy as np
 from depthbatch.common.frames import ROW_AUX, ROW_POSITION, ROW_SLOT, SlotParam, Stage, split_prefill_frame
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, StageExtra, StageResult, Variant
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.stage_batch import ScheduledStage
 
 
 def entry(token: int, position: int, depth: int) -> int:
@@ -85,9 +85,9 @@ def plain_decode(prompt: Sequence[int], params: RequestParams, config: Scheduler
         depths.append(depth)
 
 
-def known_tokens(extra: StageExtra) -> dict[int, int]:
+def forced_tokens(extra: StageExtra) -> dict[int, int]:
     """By slot."""
-    pairs = np.frombuffer(extra.tokens, "<i4").reshape(-1, 2).tolist()
+    pairs = np.frombuffer(extra.forced_tokens, "<i4").reshape(-1, 2).tolist()
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
 
@@ -125,7 +125,7 @@ class PagedWorker:
         self.config = config
         self.shared = not config.kv_layout.keeps_every_loop(config.r_max)
         self.cuts: dict[int, list[int]] = {}  # by seed, of prompts that have given their first token
-        self.rebuilt = self.decoded_again = 0  # sequences that went on with a known token; tokens fed a second time
+        self.rebuilt = self.forced = 0  # sequences that went on with a forced token; tokens fed a second time
         self.slots = [Slot() for _ in range(config.max_num_seqs + 1)]
         self.cells: dict[tuple[int, int], Cell] = {}
         self.sequences = 0
@@ -185,9 +185,9 @@ class PagedWorker:
             assert number in slots and 0 < block < config.num_blocks and index < config.max_blocks_per_seq
             self.slots[number].table[index] = block
         extra = header.extra or StageExtra()
-        known = known_tokens(extra)
+        forced = forced_tokens(extra)
         depths = list(extra.depths) or [config.r_max] * header.n_tokens
-        assert len(depths) == header.n_tokens and set(known) <= set(slots)
+        assert len(depths) == header.n_tokens and set(forced) <= set(slots)
         sampled, offset = [], 0
         hot = filtered = False
         for row, number in enumerate(slots):
@@ -208,10 +208,10 @@ class PagedWorker:
             slot.cuts.append(length)
             slot.expects = (Stage.PREFILL,)
             assert not self.shared or slot.prefilled <= prompt_tokens
-            if number in known:
-                assert not frame.sample[row], "a known token and a sampled one"
+            if number in forced:
+                assert not frame.sample[row], "a forced token and a sampled one"
                 assert slot.cuts == self.cuts.get(self._seed(slot), slot.cuts) or not self.shared
-                slot.token, slot.expects = known[number], (Stage.PRELUDE,)
+                slot.token, slot.expects = forced[number], (Stage.PRELUDE,)
                 self.rebuilt += 1
             elif frame.sample[row]:
                 assert slot.prefilled == prompt_tokens
@@ -246,10 +246,10 @@ class PagedWorker:
     def _prelude(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
         flags = []
         extra = stage.header.extra or StageExtra()
-        assert extra == StageExtra(tokens=extra.tokens), "a prelude has known tokens and nothing else"
-        for number, token in known_tokens(extra).items():
+        assert extra == StageExtra(forced_tokens=extra.forced_tokens), "a prelude has forced tokens and nothing else"
+        for number, token in forced_tokens(extra).items():
             assert self.shared and self.slots[number].token == token, "decoding again gives the same tokens"
-            self.decoded_again += 1
+            self.forced += 1
         for slot, position, block in rows:
             assert position == slot.position, "positions are consecutive"
             index = position // self.config.block_size

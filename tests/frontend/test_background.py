@@ -171,7 +171,7 @@ def test_a_failing_loop_ends_its_process(tmp_path: Path, package: str, owner: st
 
 THREAD = """
 import sys, threading
-from depthbatch.common.child import die_with_threads
+from depthbatch.common.os_process import die_with_threads
 from depthbatch.common.logging import setup_logging
 setup_logging("worker")
 {hook}

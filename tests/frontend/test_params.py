@@ -184,8 +184,8 @@ def test_logit_bias_and_penalties_reach_the_engine() -> None:
     pairs = np.frombuffer(params.logit_bias, np.int32).reshape(-1, 2)
     assert pairs[:, 0].tolist() == [3, 7] and pairs[:, 1].view(np.float32).tolist() == [-2.0, 1.5]
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, -0.5, 1.25)
-    assert params.shapes_logits and not resolve(min_tokens=2, ignore_eos=True).shapes_logits
-    assert resolve(min_tokens=2).shapes_logits
+    assert params.changes_logits and not resolve(min_tokens=2, ignore_eos=True).changes_logits
+    assert resolve(min_tokens=2).changes_logits
 
 
 def test_logprobs_up_to_what_the_engine_has() -> None:

@@ -24,7 +24,8 @@ from depthbatch.common.messages import (
     SchedulerMessage,
     SchedulerStats,
 )
-from depthbatch.common.transport import Dealer, Received, Router, RunDir, endpoint
+from depthbatch.common.run_dir import RunDir
+from depthbatch.common.transport import Dealer, Received, Router, endpoint
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -136,7 +137,7 @@ def test_run_dir_is_private_and_removed(tmp_path: Path) -> None:
 
 def test_stale_run_dir_is_removed(tmp_path: Path) -> None:
     """A process that is killed leaves its directory; the next engine removes it, but not one that is in use."""
-    code = "import sys, os, signal; from depthbatch.common.transport import RunDir; d = RunDir(sys.argv[1])\n"
+    code = "import sys, os, signal; from depthbatch.common.run_dir import RunDir; d = RunDir(sys.argv[1])\n"
     code += "print(d.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     stale = Path(killed.stdout.strip())

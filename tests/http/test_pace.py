@@ -102,8 +102,8 @@ def test_open_requests_are_not_gone_through_again_and_again() -> None:
     quarter more had come. Half a million objects are made and kept here; only the young are collected."""
     script = """
 import gc
-from depthbatch.common.garbage import rarely_collect
-rarely_collect()
+from depthbatch.common.os_process import tune_garbage_collection
+tune_garbage_collection()
 full = []
 gc.callbacks.append(lambda phase, info: full.append(1) if info["generation"] == 2 else None)
 kept = [[i] for i in range(500_000)]

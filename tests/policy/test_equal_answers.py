@@ -14,10 +14,10 @@ from depthbatch.common.frames import ROW_POSITION, Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, StageResult, Submit
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.scheduler.policy.auto import AutoPolicy
+from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops
 from fakes.lockstep import Answer, Late, LockstepEngine
 from fakes.paged_worker import PagedWorker, plain_decode

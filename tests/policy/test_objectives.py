@@ -14,7 +14,7 @@ from depthbatch.benchmarks import tradeoff
 from depthbatch.benchmarks.policy_grid import Cell, exit_distributions, find_profiles, run_setting
 from depthbatch.benchmarks.sources import load_workload
 from depthbatch.common.gates import Gate
-from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, Pacing, PrefillCost, Targets
+from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, LatencyTargets, Pacing, PrefillCost
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 from depthbatch.worker.simulated import find_profile
 
@@ -82,7 +82,7 @@ def test_overdue_requests_wait_behind_all_others_whatever_their_priority() -> No
 
 def test_before_costs_are_known_nothing_is_limited() -> None:
     """The first prefills of an engine must not wait for a model of themselves."""
-    pacing = Pacing("latency", Targets(0.1, 0.01), 4, 512)
+    pacing = Pacing("latency", LatencyTargets(0.1, 0.01), 4, 512)
     view: Any = SimpleNamespace(can_prefill=lambda s: s <= 2)
     forecast = DecodeForecast(np.zeros(5), 0.0)
     assert pacing.limit(view, 2, None, forecast) == (512, 4)

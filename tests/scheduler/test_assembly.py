@@ -5,8 +5,8 @@ import numpy as np
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
-from depthbatch.scheduler.assembly import slot_param_frame
 from depthbatch.scheduler.requests import Request
+from depthbatch.scheduler.stage_batch import slot_param_frame
 
 
 def request(slot: int, **params: object) -> Request:

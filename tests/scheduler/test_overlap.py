@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
-from depthbatch.scheduler.blocks import BlockPool
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.kv_blocks import BlockPool
 from fakes.paged_lockstep import Lockstep
 from fakes.strategies import KNOWN_AHEAD, configs, workloads
 

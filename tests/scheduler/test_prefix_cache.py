@@ -14,7 +14,7 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
-from depthbatch.scheduler.prefix_cache import PrefixCachingPool, prefix_keys
+from depthbatch.scheduler.kv_blocks import PrefixCachingPool, prefix_keys
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_worker import plain_decode
 from fakes.strategies import prompt_of

@@ -42,9 +42,9 @@ from depthbatch.common.messages import (
     WorkerReady,
 )
 from depthbatch.common.transport import Dealer, endpoint
-from depthbatch.scheduler.assembly import ScheduledStage
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.process import SchedulerProcess
+from depthbatch.scheduler.stage_batch import ScheduledStage
 from fakes.paged_worker import PagedWorker, plain_decode
 
 OPTIONS = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling="lookahead")

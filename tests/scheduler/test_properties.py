@@ -158,7 +158,7 @@ def test_ten_thousand_random_operations_end_with_everything_free(mode: str, layo
     assert scheduler.admission.blocks.free == config.usable_blocks and scheduler.admission.slots.free == 8
     assert all(answer.finish_reason is not None for answer in harness.answers.values())
     assert scheduler.counters.preemptions > 10 and len(harness.answers) > 400 and harness.worker.mixed_depths >= 3
-    assert harness.worker.rebuilt > 20 and (harness.worker.decoded_again > 20) == (layout is KVLayout.SINGLE)
+    assert harness.worker.rebuilt > 20 and (harness.worker.forced > 20) == (layout is KVLayout.SINGLE)
     for request_id, answer in harness.answers.items():
         submit = harness.submits[request_id]
         expected = plain_decode(prompt_of(submit), submit.params, config)

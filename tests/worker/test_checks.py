@@ -143,11 +143,11 @@ def test_slot_parameters_must_fit() -> None:
         (StageExtra(depths=bytes([1, 1, 1, 1])), "4 depths for 5 tokens"),
         (StageExtra(depths=bytes([1, 1, 0, 1, 1])), "depth out of range"),
         (StageExtra(depths=bytes([1, 1, 5, 1, 1])), "depth out of range"),
-        (StageExtra(tokens=b"\0" * 12), "not rows of 2"),
-        (StageExtra(tokens=int32(2, 1)), "known token of a slot"),
-        (StageExtra(tokens=int32(1, 1)), "or is sampled"),
-        (StageExtra(tokens=int32(4, 1, 4, 2)), "two known tokens"),
-        (StageExtra(tokens=int32(4, 50)), "known token out of range"),
+        (StageExtra(forced_tokens=b"\0" * 12), "not rows of 2"),
+        (StageExtra(forced_tokens=int32(2, 1)), "known token of a slot"),
+        (StageExtra(forced_tokens=int32(1, 1)), "or is sampled"),
+        (StageExtra(forced_tokens=int32(4, 1, 4, 2)), "two known tokens"),
+        (StageExtra(forced_tokens=int32(4, 50)), "known token out of range"),
     ],
 )
 def test_bad_extras(extra: StageExtra, what: str) -> None:
@@ -162,7 +162,7 @@ def test_bad_extras(extra: StageExtra, what: str) -> None:
 
 @pytest.mark.parametrize("stage", [Stage.PRELUDE, Stage.CORE, Stage.CODA])
 @pytest.mark.parametrize(
-    "extra", [StageExtra(), StageExtra(tokens=int32(1, 5)), StageExtra(depths=b"\1", tokens=int32(1, 5))]
+    "extra", [StageExtra(), StageExtra(forced_tokens=int32(1, 5)), StageExtra(depths=b"\1", forced_tokens=int32(1, 5))]
 )
 def test_decode_stages_have_no_extras_but_known_tokens_of_preludes(stage: Stage, extra: StageExtra) -> None:
     header, frame = decode(stage, (1, 1, 1))

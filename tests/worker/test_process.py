@@ -27,7 +27,8 @@ from depthbatch.common.messages import (
     WorkerMessage,
     WorkerReady,
 )
-from depthbatch.common.transport import WORKER_ENDPOINT, Router, RunDir
+from depthbatch.common.run_dir import RunDir
+from depthbatch.common.transport import WORKER_ENDPOINT, Router
 from fakes.worker import PROFILE
 from reference.oracle import OURO
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from depthbatch.common.frames import (
     ADJUSTMENT_FIELDS,
-    KNOWN_TOKEN_FIELDS,
+    FORCED_TOKEN_FIELDS,
     MAX_ADJUSTMENTS,
     ROW_AUX,
     ROW_FIELDS,
@@ -65,7 +65,7 @@ def check_stage(header: StageBatch, frame: Int32Array, slot_params: Int32Array |
     if header.stage == Stage.PREFILL:
         _check_prefill(header, frame, limits)
     else:
-        known_only = StageExtra(tokens=header.extra.tokens) if header.extra is not None else None
+        known_only = StageExtra(forced_tokens=header.extra.forced_tokens) if header.extra is not None else None
         _require(
             known_only is None or (header.stage == Stage.PRELUDE and header.extra == known_only),
             header,
@@ -143,7 +143,7 @@ def _check_extra(header: StageBatch, extra: StageExtra, limits: StageLimits) -> 
     parts = (
         (extra.adjustments, ADJUSTMENT_FIELDS),
         (extra.targets, TARGET_FIELDS),
-        (extra.tokens, KNOWN_TOKEN_FIELDS),
+        (extra.forced_tokens, FORCED_TOKEN_FIELDS),
     )
     for data, fields in parts:
         _require(len(data) % (4 * fields) == 0, header, f"{len(data)} bytes are not rows of {fields} int32")
@@ -170,7 +170,7 @@ def targets_of(extra: StageExtra) -> Int32Array:
 
 def known_tokens_of(extra: StageExtra) -> Int32Array:
     """[n, 2]"""
-    return np.frombuffer(extra.tokens, "<i4").reshape(-1, KNOWN_TOKEN_FIELDS)
+    return np.frombuffer(extra.forced_tokens, "<i4").reshape(-1, FORCED_TOKEN_FIELDS)
 
 
 def rare_inputs(header: StageBatch) -> dict[str, Int32Array]:

@@ -260,7 +260,7 @@ class OverlappedRunner(Runner):
             results = buffers.tokens if stage is Stage.CODA else buffers.flags
             accelerator.submit(Lane.COMPUTE, partial(entry.results[:rows].copy_, results[:rows]))
             entry.count = rows
-        if header.variant & Variant.SCORE:
+        if header.variant & Variant.LOGPROBS:
             target = self._scores_of(entry, rows)
             accelerator.submit(Lane.COMPUTE, partial(target.copy_, buffers.scores[:rows]))
         return self._results_of(entry)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, score_fields
+from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, logprob_fields
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker.runner.buffers import DecodeBuffers
 from depthbatch.worker.runner.checks import StageLimits, adjustments_of, check_stage, known_tokens_of, rare_inputs
@@ -31,7 +31,7 @@ class Runner:
         self.stages = stages
         self.grammars = grammars
         self.limits = limits
-        self.score_columns = score_fields(num_likeliest(limits.vocab_size))
+        self.score_columns = logprob_fields(num_likeliest(limits.vocab_size))
         self._buffers = {
             (stage, bucket): DecodeBuffers(bucket, device, self.score_columns if stage is Stage.CODA else 0)
             for stage in (Stage.PRELUDE, Stage.CORE, Stage.CODA)
@@ -123,9 +123,9 @@ class Runner:
         return Sampler(
             sample,
             sample and bool(self._filtered[slots].any()),
-            bool(variant & Variant.SHAPE),
+            bool(variant & Variant.LOGITS),
             bool(variant & Variant.CONSTRAIN),
-            bool(variant & Variant.SCORE),
+            bool(variant & Variant.LOGPROBS),
         )
 
     def _execute(self, header: StageBatch, frame: Int32Array) -> StageOutput:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthbatch.common.frames import score_fields
+from depthbatch.common.frames import logprob_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows
 from depthbatch.worker.layers.blocks import BlockStack
@@ -246,5 +246,5 @@ class Stages:
         return torch.cat(slices) if slices else self._no_scores(hidden)
 
     def _no_scores(self, like: Tensor) -> Tensor:
-        columns = score_fields(num_likeliest(self.model.spec.vocab_size))
+        columns = logprob_fields(num_likeliest(self.model.spec.vocab_size))
         return torch.empty(0, columns, dtype=torch.int32, device=like.device)

@@ -1,16 +1,38 @@
-"""What few prompts bring along: adjustments of logits, grammars, and prompt tokens to be scored (common/frames.py)."""
+"""Turns rows and prompts into what the worker copies: header, int32 frame, slot parameters, and the rarer inputs.
 
+common/frames.py gives the layouts.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from depthbatch.common.frames import ADJUSTMENT_FIELDS, TARGET_FIELDS, Int32Array
-from depthbatch.common.messages import PLAIN, GrammarStart, RequestParams, StageExtra, Variant
-from depthbatch.scheduler.rebuild import chunk_depths, token_after_prefill
+from depthbatch.common.frames import (
+    ADJUSTMENT_FIELDS,
+    ROW_AUX,
+    ROW_FIELDS,
+    ROW_POSITION,
+    ROW_SLOT,
+    SLOT_PARAM_FIELDS,
+    TARGET_FIELDS,
+    Int32Array,
+    SlotParam,
+)
+from depthbatch.common.messages import PLAIN, GrammarStart, RequestParams, StageBatch, StageExtra, Variant
+from depthbatch.scheduler.rebuild import chunk_depths, forced_token
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import RowState, SlotArray
 
 MINUS_INFINITY = int(np.float32(-np.inf).view(np.int32))
+
+
+class ScheduledStage(NamedTuple):
+    """One stage, ready to be sent."""
+
+    header: StageBatch
+    frame: Int32Array  # flat for prefill, [3, bucket] for decode stages
+    slot_params: Int32Array | None  # [n, SLOT_PARAM_FIELDS]
 
 
 class PrefillChunk(NamedTuple):
@@ -28,8 +50,82 @@ class PrefillChunk(NamedTuple):
         return self.is_last and not self.request.output
 
 
-class Targets(NamedTuple):
-    """The prompt tokens that a prefill scores: how many of each request, in batch order."""
+def decode_frame(slots: SlotArray, positions: Int32Array, aux: Int32Array | None, bucket: int) -> Int32Array:
+    """[3, bucket]; rows beyond the real ones stay zero, the dummies."""
+    rows = slots.size
+    frame = np.zeros((ROW_FIELDS, bucket), np.int32)
+    frame[ROW_SLOT, :rows] = slots
+    frame[ROW_POSITION, :rows] = positions
+    if aux is not None:
+        frame[ROW_AUX, :rows] = aux
+    return frame
+
+
+def prefill_frame(chunks: list[PrefillChunk]) -> Int32Array:
+    """slot | start | length | sample | token ids | updates."""
+    heads = np.array(
+        [(c.request.slot, c.start, c.length, c.samples) for c in chunks],
+        dtype=np.int32,
+    ).T
+    parts = [heads.ravel()]
+    for chunk in chunks:
+        tokens = chunk.request.prefill_tokens
+        assert tokens is not None
+        parts.append(tokens[chunk.start : chunk.start + chunk.length])
+    for chunk in chunks:
+        count = chunk.new_blocks.size
+        if count:
+            updates = np.empty((count, 3), np.int32)
+            updates[:, 0] = chunk.request.slot
+            updates[:, 1] = np.arange(count)
+            updates[:, 2] = chunk.new_blocks
+            parts.append(updates.ravel())
+    return np.concatenate(parts)
+
+
+def slot_param_frame(requests: list[Request]) -> Int32Array | None:
+    """One row a request, None without requests."""
+    if not requests:
+        return None
+    frame = np.zeros((len(requests), SLOT_PARAM_FIELDS), np.int32)
+    floats = frame.view(np.float32)
+    for column, value_of in _INT_COLUMNS.items():
+        frame[:, column] = [value_of(request) for request in requests]
+    for column, name in _FLOAT_COLUMNS.items():
+        floats[:, column] = [getattr(request.params, name) for request in requests]
+    return frame
+
+
+_FLOAT_COLUMNS = {
+    SlotParam.EXIT_THRESHOLD: "exit_threshold",
+    SlotParam.TEMPERATURE: "temperature",
+    SlotParam.TOP_P: "top_p",
+    SlotParam.MIN_P: "min_p",
+    SlotParam.PRESENCE: "presence_penalty",
+    SlotParam.FREQUENCY: "frequency_penalty",
+    SlotParam.REPETITION: "repetition_penalty",
+}
+_INT_COLUMNS: dict[SlotParam, Callable[[Request], int]] = {
+    SlotParam.SLOT: lambda request: request.slot,
+    SlotParam.GATE: lambda request: request.gate,
+    SlotParam.TOP_K: lambda request: request.params.top_k,
+    SlotParam.SEED_LOW: lambda request: _as_int32(request.params.seed & 0xFFFFFFFF),
+    SlotParam.SEED_HIGH: lambda request: _as_int32(request.params.seed >> 32 & 0xFFFFFFFF),
+    SlotParam.FIRST_OUTPUT: lambda request: request.prompt.size,
+    SlotParam.MIN_UNTIL: lambda request: request.prompt.size + request.params.min_tokens,
+    SlotParam.ADJUSTMENTS: lambda request: num_adjustments(request.params),
+    SlotParam.CONSTRAINED: lambda request: bool(request.params.grammar),
+    SlotParam.STATE_SEED: lambda request: _as_int32((request.params.seed ^ request.params.seed >> 32) & 0xFFFFFFFF),
+}
+
+
+def _as_int32(bits: int) -> int:
+    """The int32 with these 32 bits."""
+    return bits - (1 << 32) if bits & 0x80000000 else bits
+
+
+class PromptTargets(NamedTuple):
+    """The prompt tokens whose logprobs a prefill brings: how many of each request, in batch order."""
 
     requests: tuple[Request, ...]
     counts: tuple[int, ...]
@@ -54,7 +150,7 @@ def stage_extra(chunks: list[PrefillChunk], r_max: int) -> StageExtra | None:
     rebuilt = any(chunk.request.output for chunk in chunks)
     if not (adjusted or grammars or targets or rebuilt):
         return None
-    depths, tokens = (_depths(chunks, r_max), _known_tokens(chunks)) if rebuilt else (b"", b"")
+    depths, tokens = (_depths(chunks, r_max), _forced_tokens(chunks)) if rebuilt else (b"", b"")
     return StageExtra(_bytes_of(adjusted), _bytes_of(targets), grammars, depths, tokens)
 
 
@@ -64,10 +160,10 @@ def _depths(chunks: list[PrefillChunk], r_max: int) -> bytes:
     return depths if depths.strip(bytes([r_max])) else b""
 
 
-def _known_tokens(chunks: list[PrefillChunk]) -> bytes:
+def _forced_tokens(chunks: list[PrefillChunk]) -> bytes:
     """int32 [n, 2]: what the slots whose prefill ends here go on with."""
     ended = [chunk.request for chunk in chunks if chunk.is_last and chunk.request.output]
-    return np.array([(request.slot, token_after_prefill(request)) for request in ended], np.int32).tobytes()
+    return np.array([(request.slot, forced_token(request)) for request in ended], np.int32).tobytes()
 
 
 def _adjustments(request: Request) -> Int32Array:
@@ -85,7 +181,7 @@ def _adjustments(request: Request) -> Int32Array:
 
 
 def _targets(chunk: PrefillChunk, offset: int) -> Int32Array:
-    """int32 [n, 2]: at each position the prompt token after it, from the first one that is still to be scored."""
+    """int32 [n, 2]: at each position the prompt token after it, from the first one that is still to be sent."""
     request = chunk.request
     first = max(chunk.start, request.targets_sent)
     end = max(first, min(chunk.start + chunk.length, request.prompt.size - 1))
@@ -95,7 +191,7 @@ def _targets(chunk: PrefillChunk, offset: int) -> Int32Array:
     return rows
 
 
-def take_targets(chunks: list[PrefillChunk]) -> Targets | None:
+def take_targets(chunks: list[PrefillChunk]) -> PromptTargets | None:
     """Books the targets of these chunks as sent; None without any."""
     requests, counts = [], []
     for chunk in chunks:
@@ -107,7 +203,7 @@ def take_targets(chunks: list[PrefillChunk]) -> Targets | None:
                 request.targets_sent = end
                 requests.append(request)
                 counts.append(count)
-    return Targets(tuple(requests), tuple(counts)) if requests else None
+    return PromptTargets(tuple(requests), tuple(counts)) if requests else None
 
 
 def _bytes_of(parts: list[Int32Array]) -> bytes:
@@ -119,8 +215,8 @@ def prefill_variant(chunks: list[PrefillChunk]) -> Variant:
     variant = PLAIN
     for chunk in chunks:
         params = chunk.request.params
-        if params.shapes_logits:
-            variant |= Variant.SHAPE
+        if params.changes_logits:
+            variant |= Variant.LOGITS
         if params.grammar:
             variant |= Variant.CONSTRAIN
         if chunk.samples and params.temperature > 0:
@@ -128,16 +224,16 @@ def prefill_variant(chunks: list[PrefillChunk]) -> Variant:
         if chunk.samples and params.filters:
             variant |= Variant.FILTER
         if chunk.samples and params.logprobs:
-            variant |= Variant.SCORE
+            variant |= Variant.LOGPROBS
     return variant
 
 
 _CODA_VARIANTS = {
     "sampled": Variant.SAMPLE,
     "filtered": Variant.FILTER,
-    "shaped": Variant.SHAPE,
+    "changes_logits": Variant.LOGITS,
     "constrained": Variant.CONSTRAIN,
-    "scored": Variant.SCORE,
+    "logprobs": Variant.LOGPROBS,
 }
 
 
@@ -154,5 +250,5 @@ def split_rows(data: bytes, count: int) -> list[bytes]:
     """``count`` rows of equal length. Raises ValueError when they do not come out even."""
     size, rest = divmod(len(data), count)
     if rest or not size:
-        raise ValueError(f"{len(data)} bytes of scores are not {count} rows")
+        raise ValueError(f"{len(data)} bytes of logprobs are not {count} rows")
     return [data[start : start + size] for start in range(0, len(data), size)]

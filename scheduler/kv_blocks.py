@@ -1,12 +1,13 @@
-"""Prefix caching: full blocks of prompts, shared between sequences and kept after their last owner until memory is needed.
+"""KV blocks and slots: who may use which, and which blocks hold the prefixes of prompts.
 
+Frees are in stream order: the worker runs stages in the order sent, so a block or slot can be handed to a later stage
+as soon as the last stage that touches it has been dispatched.
+
+Prefix caching: full blocks of prompts are shared between sequences and kept after their last owner until memory is needed.
 A block is known by a hash of every token up to its end, so equal keys mean equal prefixes. Only what prefill wrote is
-shared: a prompt's blocks are never written again (decode writes behind the prompt), so nothing is copied on write.
-Exact under layouts that keep a plane a loop; the configuration refuses the others, under which a chunk sees earlier
-chunks otherwise than itself.
-
-Stream order, as for all blocks: a block can be shared as soon as the prefill that writes it has been dispatched, by a
-later stage.
+shared: a prompt's blocks are never written again (decode writes behind the prompt), so nothing is copied on write. Exact
+under layouts that keep a plane a loop; the configuration refuses the others, under which a chunk sees earlier chunks
+otherwise than itself. A block can be shared as soon as the prefill that writes it has been dispatched, by a later stage.
 """
 
 from collections import OrderedDict
@@ -16,10 +17,63 @@ from hashlib import blake2b
 import numpy as np
 
 from depthbatch.common.frames import Int32Array
-from depthbatch.scheduler.blocks import BlockPool
 from depthbatch.scheduler.requests import Request
 
 Key = bytes
+
+
+class BlockPool:
+    """Logical KV blocks 1 .. num_blocks - 1; block 0 is the dummy."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.total = num_blocks - 1
+        self._stack = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # [:height] is free, the top is next
+        self._height = self.total
+
+    @property
+    def free(self) -> int:
+        return self._height
+
+    def take(self, count: int) -> Int32Array:
+        """``count`` blocks; the caller has checked ``free``."""
+        if count > self.free:
+            raise ValueError(f"{count} blocks asked, {self.free} free")
+        self._height -= count
+        return self._stack[self._height : self._height + count][::-1].copy()
+
+    def give(self, blocks: Int32Array) -> None:
+        """Takes blocks back."""
+        self._stack[self._height : self._height + blocks.size] = blocks
+        self._height += blocks.size
+
+    def free_blocks(self) -> Int32Array:
+        """The free blocks, as a view."""
+        return self._stack[: self._height]
+
+    def owners(self, blocks: Int32Array) -> Int32Array:
+        """How many sequences hold each of these held blocks."""
+        return np.ones(blocks.size, np.int32)
+
+
+class SlotPool:
+    """Device slots 1 .. W; slot 0 is the dummy."""
+
+    def __init__(self, width: int) -> None:
+        self.total = width
+        self._stack = list(range(width, 0, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._stack)
+
+    def take(self) -> int:
+        return self._stack.pop()
+
+    def give(self, slot: int) -> None:
+        self._stack.append(slot)
+
+    def free_slots(self) -> list[int]:
+        return list(self._stack)
 
 
 def prefix_keys(prompt: Int32Array, block_size: int, salt: bytes = b"") -> tuple[Key, ...]:
@@ -131,9 +185,9 @@ class PrefixCache:
     def find(self, request: Request) -> list[int]:
         """Cached blocks that the request's prefill can leave out; at least one token is left to it.
 
-        None for requests whose prompt must run for more than its K/V: to be scored, or counted by a penalty.
+        None for requests whose prompt must run for more than its K/V: to have logprobs, or to be counted by a penalty.
         """
-        if request.params.prompt_logprobs or request.params.shapes_logits:
+        if request.params.prompt_logprobs or request.params.changes_logits:
             return []
         return self.pool.lookup(self._keys(request)[: (request.length - 1) // self._block_size])
 

@@ -1,7 +1,9 @@
-"""What a child process owes its parent: to die with it, and to die of what fails in it. ``run_child`` is a child's main."""
+"""What a process of the engine asks of its system: to die with its parent and of what fails in it, and to collect garbage
+rarely. ``run_child`` is a child's main."""
 
 import argparse
 import ctypes
+import gc
 import os
 import signal
 import stat
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from depthbatch.common.logging import get_logger, setup_logging
 
 _PR_SET_PDEATHSIG = 1
+_GC_THRESHOLDS = (2_000, 10, 1_000)  # container objects made and not freed, then collections of the younger generation
 
 
 def run_child(name: str, run: Callable[[str, str], int]) -> int:
@@ -63,3 +66,15 @@ def _wait_for_parent() -> None:
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tune_garbage_collection() -> None:
+    """Once start-up is over: what it made is never gone through again, and what requests made only rarely.
+
+    By default the collector goes through every object each time a quarter more have come: with 5,000 open requests in
+    the frontend, half a second in which nothing is streamed. Counted references free what a request leaves behind;
+    the collections of the young, which stay, get its cycles.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)

@@ -1,0 +1,90 @@
+"""The run directory of one engine: private, locked while its owner lives, removed by a later engine if that has died."""
+
+import fcntl
+import itertools
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.transport import SCHEDULER_ENDPOINT, endpoint
+
+
+class RunDir:
+    """A 0700 directory BASE/<pid>-<n> for the sockets and logs of one engine.
+
+    Its owner holds a lock on it while it lives; a directory whose lock is free belonged to a process that is dead,
+    and the next engine that starts removes it. ``base`` defaults to $XDG_RUNTIME_DIR/depthbatch or
+    /tmp/depthbatch-<uid>.
+    """
+
+    _count = itertools.count()
+
+    def __init__(self, base: str | Path | None = None) -> None:
+        base = _safe_base(Path(base) if base is not None else _default_base())
+        self.path = base / f"{os.getpid()}-{next(self._count)}"
+        endpoint(self.path, SCHEDULER_ENDPOINT)  # too long: say so before anything starts
+        gate = os.open(base / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(gate, fcntl.LOCK_EX)  # nobody cleans between our mkdir and our lock
+            self.stale_removed = _remove_stale(base)
+            self.path.mkdir(mode=0o700)
+            self._lock: int | None = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(gate)
+
+    def endpoint(self, name: str) -> str:
+        return endpoint(self.path, name)
+
+    def remove(self) -> None:
+        """Deletes the directory; doing it twice is fine."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def _default_base() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "depthbatch"
+    return Path(tempfile.gettempdir()) / f"depthbatch-{os.getuid()}"
+
+
+def _safe_base(base: Path) -> Path:
+    """Creates the base directory; refuses one that others could put sockets into."""
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = base.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make run directory {base}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(f"run directory {base} is not a directory that only this user can write")
+    return base
+
+
+def _remove_stale(base: Path) -> int:
+    """Removes the directories below ``base`` whose owner is dead; returns how many."""
+    removed = 0
+    for path in base.iterdir():
+        if not path.is_dir():
+            continue
+        try:
+            lock = os.open(path / ".lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            shutil.rmtree(path, ignore_errors=True)
+            removed += 1
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            removed += 1
+        finally:
+            os.close(lock)
+    return removed
