@@ -1,4 +1,4 @@
-"""One torch thread for every test: fp32 GEMMs are then bitwise independent of batch size (hardware notes, Numerics)."""
+"""One torch thread for every test: fp32 GEMMs are then bitwise independent of batch size (docs/cpu.md, Numerics)."""
 
 import os
 

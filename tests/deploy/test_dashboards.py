@@ -81,3 +81,10 @@ def test_scheduler_counters_become_valid_exposition() -> None:
     assert families["depthbatch:request_queue_time_seconds"].type == "histogram"
     restarts = families["depthbatch:process_restarts"].samples[0]
     assert restarts.labels == {"process": "worker"} and restarts.value == 3
+
+
+def test_page_of_names_lists_what_is_exported() -> None:
+    """docs/names.md and /metrics have the same names: a new one without a line, or a line without a series, fails here."""
+    page = (DEPLOY.parent / "docs" / "names.md").read_text().split("## Prometheus\n")[1].split("\n## ")[0]
+    listed = {f"depthbatch:{name}" for name in re.findall(r"^\| `(\w+)` ", page, re.MULTILINE)}
+    assert listed == exported()
