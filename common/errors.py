@@ -21,6 +21,10 @@ class RequestError(DepthbatchError):
         self.param = param
 
 
+class OverloadedError(DepthbatchError):
+    """A request that can be served, but not now: too many of its kind wait."""
+
+
 class DecodeError(DepthbatchError):
     """Bytes on a socket that are not a message of that socket's union; ``data`` are those bytes."""
 

@@ -56,7 +56,7 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     logit_bias: bytes = b""  # int32 [n, 2]: token, float32 bits
     logprobs: bool = False  # output tokens come with theirs (common.frames)
     prompt_logprobs: bool = False  # so do the prompt's tokens, all but the first
-    grammar: str = ""  # what the worker's matcher allows (worker.grammar), "" = everything
+    grammar: str = ""  # what the worker's matcher allows (frontend.grammar), "" = everything
 
     @property
     def filters(self) -> bool:
@@ -164,6 +164,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
     cuts: bytes = b""
+    failure: str = ""  # with "error": why the request's grammar cannot be followed
 
 
 class Tokens(Message, frozen=True):
@@ -268,6 +269,13 @@ class WorkerReady(Message, frozen=True):
     wire_version: str
 
 
+class RowFailure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The request of one row cannot go on; its token means nothing."""
+
+    row: int  # among the sampled sequences, in batch order
+    reason: str
+
+
 class StageResult(Message, frozen=True):
     """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). ``flags``: uint8 a row (core:
     1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). ``logprobs``: one row
@@ -281,6 +289,7 @@ class StageResult(Message, frozen=True):
     flags: bytes = b""
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
+    failed: tuple[RowFailure, ...] = ()
 
 
 class WorkerHeartbeat(Message, frozen=True):

@@ -18,7 +18,7 @@ from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.background import background, failure_of
 from depthbatch.frontend.engine_client import EngineClient
-from depthbatch.frontend.grammar import COMPILE_LIMIT_S, GrammarChecker, out_of_time
+from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, Update
 from depthbatch.frontend.params import SamplingParams
@@ -78,7 +78,7 @@ class AsyncEngine:
         self._ticker: asyncio.Task[None] | None = None
         # One thread owns the tokenizer, whatever API a prompt comes by; long prompts do not block the loop.
         self.tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._grammars = GrammarChecker()
+        self._grammars = GrammarChecker(lambda: host_of(self.config.model, self.info))
         self._pump_is_due = False
 
     # --- life
@@ -186,7 +186,7 @@ class AsyncEngine:
         params = params or SamplingParams()
         token_ids = await self.encode(prompt, params)
         if params.constraint is not None:
-            await self._prove_grammar(token_ids, params, params.constraint)
+            await self._prove_grammar(token_ids, params)
         internal_id = self._client.submit(token_ids, params)
         self._after_send()
         name = str(internal_id) if request_id is None else request_id
@@ -207,17 +207,11 @@ class AsyncEngine:
             if self._client.abort(internal_id):
                 self._after_send()
 
-    async def _prove_grammar(self, token_ids: Sequence[int], params: SamplingParams, name: str) -> None:
-        """Compiles a request's grammar beside the loop. Raises RequestError, also when that takes too long."""
-        grammar = self._client.check(token_ids, params).grammar
-        future = self._grammars.submit(grammar)
-        if future is None:
-            return
-        try:
-            complaint = await asyncio.wait_for(asyncio.wrap_future(future), COMPILE_LIMIT_S)
-        except TimeoutError:
-            raise out_of_time(name) from None
-        self._grammars.settle(grammar, name, complaint)
+    async def _prove_grammar(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Has a request's grammar compiled beside the loop. Raises RequestError, also when that takes too much."""
+        future = self._grammars.submit(self._client.check(token_ids, params).grammar)
+        if future is not None:
+            await asyncio.wrap_future(future)
 
     async def abort(self, request_id: str) -> bool:
         """Ends every request of that name with finish reason "abort"; False if there is none, which is fine."""

@@ -47,6 +47,7 @@ from depthbatch.common.messages import (
 from depthbatch.common.run_dir import RunDir
 from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer
 from depthbatch.frontend.attach import AttachedProcess, AttachedProcesses, ForeignRunDir
+from depthbatch.frontend.grammar import refusal
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
 from depthbatch.frontend.output import Update
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
@@ -288,7 +289,7 @@ class EngineClient:
         live.cuts = event.cuts or live.cuts
         if event.finish_reason is not None:
             del self._live[event.request_id]
-        error = EngineDeadError("the engine failed on this request") if event.finish_reason == "error" else None
+        error = refusal(live.params.grammar, event.failure) if event.finish_reason == "error" else None
         prompt_logprobs = b"".join(live.prompt_logprobs) if event.token_ids else b""
         live.prompt_logprobs.clear()
         updates.append(

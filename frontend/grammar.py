@@ -1,21 +1,27 @@
 """What a request allows its output to be (a JSON schema, a regular expression, one of some texts) as a grammar.
 
-Grammars are llguidance's; the worker's matchers read the same text. Compiling one is checked here, in a thread of its
-own and with a time limit, so that what a client sends neither stops the event loop nor reaches the worker unproved.
+A grammar travels as text, ``json_schema:..``, ``regex:..`` or ``choice:[..]``, that only processes of the grammar host
+parse. Before a request is submitted such a process, under the limits that hold beside the worker, compiles its grammar
+and takes a step: what cannot be compiled or met is the error of one client, and nobody else waits for it.
 """
 
 import json
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as OutOfTime
 from typing import Any
 
-from depthbatch.common.errors import RequestError
+from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
+from depthbatch.common.grammar_host import GrammarError, GrammarHost
+from depthbatch.common.grammar_limits import COMPILE_WALL_S
+from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
 
 MAX_GRAMMAR_CHARS = 64 * 1024
-COMPILE_LIMIT_S = 2.0
 REMEMBERED = 64  # grammars that were compiled lately: clients send the same one with every request
+MAX_WAITING = 32  # grammars that are compiled or wait for it; one after another, each with its limits
 
 
 def canonical_constraint(json_schema: Any, regex: Any, choice: Any) -> tuple[str | None, str | None, tuple[str, ...]]:
@@ -44,7 +50,18 @@ def canonical_constraint(json_schema: Any, regex: Any, choice: Any) -> tuple[str
     ):
         if size > MAX_GRAMMAR_CHARS:
             raise RequestError(f"{name} has {size} characters, more than {MAX_GRAMMAR_CHARS}", name)
+    for name, entries in (("regex", [regex or ""]), ("choice", choice or ())):
+        if not all(map(_is_unicode, entries)):
+            raise RequestError(f"{name} holds half of a surrogate pair", name)
     return schema, regex, tuple(choice or ())
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _schema_text(schema: Any) -> str:
@@ -58,21 +75,11 @@ def _schema_text(schema: Any) -> str:
 
 
 def grammar_text(json_schema: str | None, regex: str | None, choice: Sequence[str]) -> str:
-    """The grammar of canonical fields, not proved yet; "" without a constraint. Raises RequestError."""
+    """The grammar of canonical fields, not proved yet; "" without a constraint."""
     if json_schema is None and regex is None and not choice:
         return ""
-    from llguidance import LLMatcher  # few requests need it
-
-    try:
-        if json_schema is not None:
-            # compact: with free whitespace a model may go on with spaces for ever
-            return str(LLMatcher.grammar_from_json_schema(json_schema, {"whitespace_flexible": False}))
-        if regex is not None:
-            return str(LLMatcher.grammar_from_regex(regex))
-        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in choice)))
-    except (ValueError, RecursionError) as error:
-        name = constraint_name(json_schema, regex)
-        raise RequestError(f"{name}: {_first_line(error)}", name) from None
+    text = json_schema if json_schema is not None else regex if regex is not None else json.dumps(list(choice))
+    return f"{constraint_name(json_schema, regex)}:{text}"
 
 
 def constraint_name(json_schema: str | None, regex: str | None) -> str:
@@ -80,55 +87,77 @@ def constraint_name(json_schema: str | None, regex: str | None) -> str:
     return "json_schema" if json_schema is not None else "regex" if regex is not None else "choice"
 
 
-class GrammarChecker:
-    """Compiles grammars to see whether they can be; remembers those that could. For one thread's use."""
+def refusal(grammar: str, reason: object) -> RequestError:
+    """The error of a request whose grammar cannot be followed: names the field that the grammar was given in."""
+    name = grammar.partition(":")[0]
+    return RequestError(f"{name}: {reason}", name)
 
-    def __init__(self) -> None:
+
+class GrammarChecker:
+    """Has grammars compiled to see whether they can be; remembers those that could. Any thread may submit.
+
+    ``make_host`` is called with the first grammar: few engines see one.
+    """
+
+    def __init__(self, make_host: Callable[[], GrammarHost]) -> None:
+        self._make_host = make_host
+        self._host: GrammarHost | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._waiting: list[Future[None]] = []
+        self._closed = False
         self._proved: OrderedDict[str, None] = OrderedDict()
 
-    def submit(self, grammar: str) -> "Future[str] | None":
-        """Starts compiling; the future's text is what is wrong, "" when nothing is. None: known to be right."""
-        if not grammar or grammar in self._proved:
-            return None
-        return self._thread.submit(_compile, grammar)
+    def submit(self, grammar: str) -> "Future[None] | None":
+        """Starts the proof; the future raises RequestError naming the field. None: known to be right. Raises
+        OverloadedError when too many wait."""
+        with self._lock:
+            if not grammar or grammar in self._proved:
+                return None
+            self._waiting = [future for future in self._waiting if not future.done()]
+            if len(self._waiting) >= MAX_WAITING:
+                raise OverloadedError(f"{MAX_WAITING} grammars are waiting to be compiled")
+            future = self._thread.submit(self._prove, grammar)
+            self._waiting.append(future)
+            return future
 
-    def settle(self, grammar: str, name: str, complaint: str) -> None:
-        """Takes what the future gave; raises RequestError naming the field ``name``."""
-        if complaint:
-            raise RequestError(f"{name}: {complaint}", name)
-        self._proved[grammar] = None
-        if len(self._proved) > REMEMBERED:
-            self._proved.popitem(last=False)
-
-    def check(self, grammar: str, name: str) -> None:
-        """Submits, waits and settles. Raises RequestError, also when the time is over."""
+    def check(self, grammar: str) -> None:
+        """Submits and waits. Raises what they raise."""
         future = self.submit(grammar)
-        if future is None:
-            return
-        try:
-            complaint = future.result(COMPILE_LIMIT_S)
-        except OutOfTime:
-            future.cancel()
-            raise out_of_time(name) from None
-        self.settle(grammar, name, complaint)
+        if future is not None:
+            future.result()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """What waits is refused, what runs ends within its limits, and the host with it. Doing it twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._thread.submit(self._close_host)
+            self._thread.shutdown(wait=False)
+
+    def _prove(self, grammar: str) -> None:
+        """In the thread, which owns the host."""
+        if self._closed:
+            raise EngineDeadError("the engine is closed")
+        if self._host is None:
+            self._host = self._make_host()
+        try:
+            matcher = self._host.ready_matcher(grammar)
+            try:
+                matcher.mask(time.monotonic() + COMPILE_WALL_S)
+            finally:
+                matcher.close()
+        except GrammarError as error:
+            raise refusal(grammar, error) from None
+        with self._lock:
+            self._proved[grammar] = None
+            if len(self._proved) > REMEMBERED:
+                self._proved.popitem(last=False)
+
+    def _close_host(self) -> None:
+        if self._host is not None:
+            self._host.close()
 
 
-def out_of_time(name: str) -> RequestError:
-    return RequestError(f"{name}: not compiled within {COMPILE_LIMIT_S:g} s", name)
-
-
-def _compile(grammar: str) -> str:
-    from llguidance import LLMatcher
-
-    from depthbatch.common.grammar_limits import LIMITS
-
-    return _first_line(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
-
-
-def _first_line(message: object) -> str:
-    """The library's message without the quotation of the grammar that follows it."""
-    return (str(message).strip().splitlines() or [""])[0][:300]
+def host_of(model: str, info: EngineInfo) -> GrammarHost:
+    """The grammar host for an engine's model."""
+    return GrammarHost(resolve_model_dir(model) / "tokenizer.json", info.vocab_size, info.eos_token_ids)

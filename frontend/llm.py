@@ -10,7 +10,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import RequestError
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
-from depthbatch.frontend.grammar import GrammarChecker
+from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Update
 from depthbatch.frontend.params import SamplingParams
@@ -49,7 +49,7 @@ class LLM:
     def _setup(self, config: EngineConfig, quiet: bool) -> None:
         self._inboxes: dict[int, deque[Update]] = {}  # of live requests, one for each open run
         resolve_model_dir(config.model)  # a wrong name costs nothing
-        self._grammars = GrammarChecker()
+        self._grammars = GrammarChecker(lambda: host_of(config.model, self.info))
         self._client = EngineClient(config)
         try:
             self._client.launch()
@@ -149,7 +149,7 @@ class LLM:
         token_ids = encode_prompt(prompt, params, self.tokenizer)
         resolved = self._client.check(token_ids, params)
         if params.constraint is not None:
-            self._grammars.check(resolved.grammar, params.constraint)
+            self._grammars.check(resolved.grammar)
         return token_ids
 
     def _run(self, encoded: list[list[int]], per_prompt: list[SamplingParams]) -> Iterator[IndexedDelta]:

@@ -366,9 +366,17 @@ class Scheduler:
         if step.scored:
             rows = split_rows(result.logprobs, len(tokens))
             logprobs = [row if r and r.params.logprobs else b"" for r, row in zip(step.requests, rows, strict=True)]
-        for request, token, depth, logprobs_row in zip(step.requests, tokens, step.depths, logprobs, strict=False):
+        failed = {failure.row: failure.reason for failure in result.failed}
+        for row, (request, token, depth, logprobs_row) in enumerate(
+            zip(step.requests, tokens, step.depths, logprobs, strict=False)
+        ):
             if request is None or request.state is State.DONE:
                 dropped += 1
+                continue
+            if row in failed:
+                dropped += 1
+                self._detach(request)
+                self._events.append(self._terminal(request, (), (), "error", failure=failed[row]))
                 continue
             output = request.output
             output.append(token)
@@ -401,14 +409,20 @@ class Scheduler:
         return "length" if len(output) >= request.limit else None
 
     def _terminal(
-        self, request: Request, tokens: tuple[int, ...], depths: tuple[int, ...], reason: str, logprobs_row: bytes = b""
+        self,
+        request: Request,
+        tokens: tuple[int, ...],
+        depths: tuple[int, ...],
+        reason: str,
+        logprobs_row: bytes = b"",
+        failure: str = "",
     ) -> TokenEvent:
         """The one last event of a request; the request is forgotten."""
         request.state = State.DONE
         del self._requests[request.request_id]
         self.counters.finished(reason)
         stop_reason = request.output[-1] if reason == "stop" else None
-        return TokenEvent(request.request_id, tokens, depths, reason, stop_reason, logprobs_row)
+        return TokenEvent(request.request_id, tokens, depths, reason, stop_reason, logprobs_row, failure=failure)
 
     # --- requests that leave their slot
 

@@ -82,7 +82,6 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
     stages = Stages(model, select_backend(geometry, backend), slots, layout)
     info = engine_info(config, spec, layout, plan, device)
     grammars = load_grammars(resolve_model_dir(config.model), spec.vocab_size, spec.eos_token_ids)
-    info = msgspec.structs.replace(info, grammars=grammars is not None)
     limits = StageLimits(
         num_slots=config.max_num_seqs,
         num_blocks=plan.num_blocks,
@@ -93,6 +92,9 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
         buckets=info.buckets,
     )
     warm_up(stages, device, config.model)
+    if grammars is not None and not grammars.ready():
+        grammars = None
+    info = msgspec.structs.replace(info, grammars=grammars is not None)
     if device.type == "cuda":
         tokens = config.max_num_batched_tokens
         runner = OverlappedRunner(stages, limits, CudaAccelerator(device), tokens, grammars)

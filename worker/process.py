@@ -142,7 +142,7 @@ class WorkerLoop:
     def _send_oldest(self) -> None:
         launched = self._in_flight.popleft()
         done = self._runner.read(launched.stage)
-        self._link.send(_result(done))
+        self._link.send(result_of(done))
         self._clock.book(done.start_s, done.end_s, launched.after_no_work)
 
     def _heartbeat(self) -> None:
@@ -166,7 +166,8 @@ def _frames(header: StageBatch, frames: list[bytes]) -> tuple[Int32Array, Int32A
     return arrays[0], arrays[1] if header.n_slot_params else None
 
 
-def _result(done: StageDone) -> StageResult:
+def result_of(done: StageDone) -> StageResult:
+    """What the scheduler gets of a finished stage."""
     output = done.output
     return StageResult(
         done.step_id,
@@ -176,6 +177,7 @@ def _result(done: StageDone) -> StageResult:
         output.flags.tobytes(),
         output.scores.tobytes(),
         output.prompt_scores.tobytes(),
+        done.failed,
     )
 
 

@@ -21,13 +21,14 @@ from depthbatch.benchmarks.gpu.host_accelerator import HostAccelerator
 from depthbatch.benchmarks.gpu.shapes import Shape, shapes, workload_of, write_config
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
-from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit, TokenEvent, Variant
+from depthbatch.common.messages import RequestParams, StageBatch, Submit, TokenEvent, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.attention.flash_library import find_flash_library
 from depthbatch.worker.attention.select import default_block_size
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.models.loader import load_model, open_model_dir
+from depthbatch.worker.process import result_of
 from depthbatch.worker.runner.buckets import bucket_for, bucket_sizes, power_of_two_sizes
 from depthbatch.worker.runner.overlapped import FULL, Form, OverlappedRunner
 from depthbatch.worker.runner.plain import Runner
@@ -145,8 +146,7 @@ def serve(scheduler: Scheduler, runner: Runner, submits: list[Submit]) -> dict[i
             in_flight.append(runner.launch(stage.header, stage.frame, stage.slot_params))
             continue
         done = runner.read(in_flight.popleft())
-        result = StageResult(done.step_id, done.start_s, done.end_s, *(part.tobytes() for part in done.output))
-        for event in scheduler.complete(result, time.monotonic()):
+        for event in scheduler.complete(result_of(done), time.monotonic()):
             _note(answers[event.request_id], event, runner.score_columns)
     return answers
 

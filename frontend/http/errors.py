@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from depthbatch.common.errors import EngineDeadError, RequestError
+from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
 from depthbatch.frontend.params import ContextLengthError, complaint, shown
@@ -64,6 +64,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=code_of(error))
+    if isinstance(error, OverloadedError):
+        return overloaded(str(error))
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
     log.error("internal error", exc_info=error)
@@ -138,5 +140,5 @@ def install_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    for kind in (ApiError, RequestError, EngineDeadError, Exception):
+    for kind in (ApiError, RequestError, OverloadedError, EngineDeadError, Exception):
         app.add_exception_handler(kind, on_any)

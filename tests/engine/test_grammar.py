@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine.test_lockstep import engine
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from depthbatch.common.messages import RequestParams, Submit, Variant
@@ -121,6 +122,39 @@ def test_overlapped_runner_waits_for_the_tokens_that_masks_follow_from(model: Pa
     got, deepest = serve(Scheduler(SchedulerConfig.resolve(config.config, config.built.info)), runner, submits)
     assert [got[index][0] for index in range(len(want))] == [answer.tokens for answer in want]
     assert deepest > 2
+
+
+LATE = r"[0-9]{5}(a?){3000}a{3000}"  # the library gives up on it after five digits and an a
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_a_grammar_that_fails_later_is_told_and_disturbs_nobody(model: Path, options: dict[str, object]) -> None:
+    """Bug: a grammar that gave up midway ended its text with "stop". The request ends with an error that says why, its
+    slot and blocks are free again, and its neighbours say what they say beside the good grammar."""
+    requests = constrained_requests()
+    good = engine(model, "last_exited", **options).run(requests)
+    requests[0] = (requests[0][0], structs.replace(requests[0][1], grammar=grammar_text(None, LATE, ())))
+    got = engine(model, "last_exited", **options).run(requests)
+    assert got[0].finish_reason == "error" and "too many expressions" in got[0].failure
+    assert len(got[0].tokens) == 6
+    assert [(a.tokens, a.finish_reason, a.failure) for a in got[1:]] == [
+        (a.tokens, a.finish_reason, "") for a in good[1:]
+    ]
+
+
+def test_overlapped_runner_tells_of_a_grammar_that_fails(model: Path) -> None:
+    """The same with stages far ahead: those in flight when a mask fails are run and their tokens dropped."""
+    config = engine(model, "last_exited", async_scheduling="lookahead")
+    plain = config.built.runner
+    runner = OverlappedRunner(plain.stages, plain.limits, AdverseAccelerator(0), 8192, plain.grammars)
+    scheduler = Scheduler(SchedulerConfig.resolve(config.config, config.built.info))
+    requests = constrained_requests()
+    requests[0] = (requests[0][0], structs.replace(requests[0][1], grammar=grammar_text(None, LATE, ())))
+    submits = [Submit(i, np.array(p, np.int32).tobytes(), params) for i, (p, params) in enumerate(requests)]
+    got, _ = serve(scheduler, runner, submits)
+    good = engine(model, "last_exited").run(constrained_requests())
+    assert len(got[0][0]) == 6 and scheduler.stats()['request_success_total{finished_reason="error"}'] == 1
+    assert [got[index][0] for index in range(1, 7)] == [answer.tokens for answer in good[1:]]
 
 
 def test_grammars_with_penalties_bias_and_logprobs(model: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import ROW_AUX, SlotParam, Stage, split_prefill_frame
@@ -24,6 +25,7 @@ from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import resolve_device
 from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.process import result_of
 
 MAX_STAGES = 20_000
 
@@ -35,6 +37,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    failure: str = ""
     chunks: tuple[int, ...] = ()  # tokens of each chunk of the prefill that gave the first token
     cuts: bytes = b""  # as the scheduler has told them
     scores: bytes = b""
@@ -154,14 +157,13 @@ class LockstepEngine:
         return self._new_scheduler(requests, answers)
 
     def _run(self, stage: ScheduledStage, now: float) -> Late:
-        output = self.built.runner.run(stage.header, stage.frame, stage.slot_params)
+        runner = self.built.runner
+        done = runner.read(runner.launch(stage.header, stage.frame, stage.slot_params))
         loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
         self.history.append(Ran(stage.header, tuple(loops)))
         if stage.header.stage == Stage.PREFILL and stage.header.extra is not None:
             self.rebuilt += len(stage.header.extra.forced_tokens) // 8
-        parts = (output.token_ids, output.flags, output.scores, output.prompt_scores)
-        result = StageResult(stage.header.step_id, now, now + 1, *[part.tobytes() for part in parts])
-        return Late(stage, result)
+        return Late(stage, structs.replace(result_of(done), start_s=now, end_s=now + 1))
 
     def _deliver(self, scheduler: Scheduler, late: Late, now: float, answers: list[Answer]) -> None:
         events = scheduler.complete(late.result, now)
@@ -176,6 +178,7 @@ class LockstepEngine:
             answer.scores += event.logprobs
             answer.prompt_scores += event.prompt_logprobs
             answer.finish_reason = event.finish_reason
+            answer.failure = event.failure
 
     def _note_prefills(self, stage: ScheduledStage, sampled: list[Answer]) -> None:
         """Keeps the chunks by slot, and gives them to the request whose first token came of the last one."""

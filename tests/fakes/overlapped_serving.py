@@ -10,8 +10,9 @@ import numpy as np
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
-from depthbatch.common.messages import RequestParams, StageResult, Submit, TokenEvent
+from depthbatch.common.messages import RequestParams, Submit, TokenEvent
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker.process import result_of
 from depthbatch.worker.runner.stage_io import InFlight, StageRunner
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
@@ -79,8 +80,7 @@ def serve(
             deepest, launched = max(deepest, len(in_flight)), launched + 1
             continue
         done = runner.read(in_flight.popleft())
-        result = StageResult(done.step_id, done.start_s, done.end_s, *[part.tobytes() for part in done.output])
-        note(answers, scheduler.complete(result, now))
+        note(answers, scheduler.complete(result_of(done), now))
     for stage_in_flight in in_flight:
         runner.read(stage_in_flight)
     return answers, deepest

@@ -12,7 +12,9 @@ import numpy as np
 
 from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import Gate
+from depthbatch.common.grammar_host import GrammarHost
 from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.grammar import GrammarChecker
 from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
@@ -32,6 +34,11 @@ def fake_info(**changes: object) -> EngineInfo:
         "dtype": "float32", "eos_token_ids": (EOS_ID,), "max_logprobs": MAX_LOGPROBS, "grammars": True,
     }  # fmt: skip
     return EngineInfo(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def demo_host() -> GrammarHost:
+    """For grammars: the demo's tokens are bytes, as the fake model's are."""
+    return GrammarHost(resolve_model_dir("demo") / "tokenizer.json", 264, (2,))
 
 
 def fake_token(prompt: list[int], seed: int, position: int) -> int:
@@ -73,7 +80,7 @@ class FakeEngine:
         self.tokens_made = 0
         self._slots = asyncio.Semaphore(slots)
         self._defaults = RequestDefaults(self.info, seed=0)
-        self._grammars = GrammarChecker()
+        self._grammars = GrammarChecker(demo_host)
         self._aborts: set[str] = set()
         self._known: set[str] = set()
 
@@ -87,7 +94,7 @@ class FakeEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         resolved = self._defaults.resolve(params, len(prompt), ordinal=0)
         if params.constraint is not None:
-            self._grammars.check(resolved.grammar, params.constraint)  # proved, then not obeyed
+            self._grammars.check(resolved.grammar)  # proved, then not obeyed
         detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
         assembler = OutputAssembler(
             request_id,

@@ -1,115 +1,317 @@
-"""Grammars at the edge: what cannot be compiled is refused by its field, in time, and beside the event loop."""
+"""Grammars at the edge: what cannot be compiled or met is refused by its field, in time, beside the event loop, and in a
+process whose end is nobody else's."""
 
 import asyncio
-import json
+import os
+import signal
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits, LLTokenizer
 
-from depthbatch.common import grammar_limits
-from depthbatch.common.errors import RequestError
+from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
+from depthbatch.common.grammar_host import GrammarError, GrammarHost
 from depthbatch.common.messages import GrammarStart
-from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend import grammar
-from depthbatch.frontend.grammar import GrammarChecker, grammar_text
-from depthbatch.worker.sampling import grammar_matchers
+from depthbatch.frontend.grammar import GrammarChecker, canonical_constraint, grammar_text
+from depthbatch.worker.sampling.grammar_matchers import Grammars
+from fakes.serving_engine import demo_host
+
+EMOJI = "\N{GRINNING FACE}"
+
+
+def text_of(field: str, value: Any) -> str:
+    """The grammar of one field, as a request would give it."""
+    return grammar_text(*canonical_constraint(**{"json_schema": None, "regex": None, "choice": None, field: value}))
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(demo_host)
+    yield checker
+    checker.close()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    grammars = Grammars(demo_host(), 264, [2])
+    assert grammars.ready()
+    yield grammars
+    grammars.close()
+
+
+def allowed(grammars: Grammars, slot: int) -> list[int]:
+    """Tokens of the slot's mask."""
+    return np.flatnonzero(np.unpackbits(grammars.masks([slot]).view(np.uint8)[0], bitorder="little")).tolist()
+
+
+HOSTILE: dict[str, tuple[str, Any]] = {
+    "a smallest integer": ("json_schema", {"type": "integer", "const": -(1 << 63)}),
+    "a smallest integer in an enum": ("json_schema", {"enum": [1, -(1 << 63)]}),
+    "characters of four bytes": ("json_schema", {"minLength": EMOJI * 50}),
+    "characters of three bytes": ("json_schema", {"maxLength": "\N{HIRAGANA LETTER A}" * 50}),
+    "a large multiple": ("json_schema", {"type": "integer", "multipleOf": 1000003}),
+    "a larger multiple": ("json_schema", {"type": "integer", "multipleOf": 2147483648}),
+    "the largest multiple": ("json_schema", {"type": "integer", "multipleOf": (1 << 63) - 1}),
+    "too many of many": ("regex", "(a{1000}){1000}"),
+    "too many choices": ("regex", "(a?){3000}a{3000}"),
+    "only itself": ("json_schema", {"$ref": "#"}),
+    "itself for ever": (
+        "json_schema",
+        {
+            "type": "object",
+            "properties": {"a": {"$ref": "#"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    ),
+    "no character at all": ("regex", r"[^\s\S]"),
+    "one, then no character": ("regex", r"a[^\s\S]"),
+    "one of nothing": ("json_schema", {"enum": []}),
+    "an empty range": ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}),
+    "nothing": ("json_schema", False),
+    "no schema": ("json_schema", {"type": "nonsense"}),
+    "a reference to nowhere": ("json_schema", {"$ref": "#/nowhere"}),
+    "half a group": ("regex", "(a"),
+    "a range backwards": ("regex", "[z-a]"),
+    "a control character": ("regex", "\0("),
+    "a schema too deep for the library": (
+        "json_schema",
+        '{"type": "object", "properties": {"a": ' * 300 + '{"type": "integer"}' + "}}" * 300,
+    ),
+    "too many of many in a string": ("json_schema", {"type": "string", "pattern": "^(a{1000}){1000}$"}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_one_clients_grammar_is_its_own_trouble(checker: GrammarChecker, name: str) -> None:
+    """Bugs: a smallest integer ended the frontend by SIGSEGV; characters of four bytes ended it by a panic; a large multiple
+    stopped all streams for 19 s, a larger one for ever; what the library gave up on, or nothing matches, was answered
+    with an empty text and "stop". Each is refused by its field in one line, within seconds, and the next grammar is
+    compiled."""
+    field, value = HOSTILE[name]
+    start = time.monotonic()
+    with pytest.raises(RequestError) as caught:
+        checker.check(text_of(field, value))
+    assert caught.value.param == field and str(caught.value).startswith(f"{field}: ")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert time.monotonic() - start < 30
+    checker.check(text_of("regex", f"next after {len(name)}"))
 
 
 @pytest.mark.parametrize(
-    ("fields", "name"),
+    ("field", "value"),
     [
-        ((None, "(a", ()), "regex"),
-        ((None, "[z-a]", ()), "regex"),
-        (('{"type": "nonsense"}', None, ()), "json_schema"),
-        (('{"$ref": "#/nowhere"}', None, ()), "json_schema"),
+        ("regex", "()"),  # the empty text is a text
+        ("regex", "[0-9]{3}"),
+        ("choice", ["yes", "no", 'a "quoted"\nline', EMOJI]),
+        ("json_schema", {"type": "integer", "multipleOf": 10}),
+        ("json_schema", {"type": "number", "multipleOf": 0.0000001}),
+        ("json_schema", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": []}),
+        (
+            "json_schema",
+            {
+                "type": "object",
+                "properties": {
+                    f"p{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i % 30 + 1}}}$"}
+                    if i % 2
+                    else {"enum": ["a", i]}
+                    for i in range(300)
+                },
+                "required": [f"p{i}" for i in range(300)],
+            },
+        ),
     ],
 )
-def test_what_does_not_compile_is_refused_by_its_field(
-    fields: tuple[str | None, str | None, tuple[str, ...]], name: str
-) -> None:
-    """Syntax that only a compiler sees; the message is one line."""
-    checker = GrammarChecker()
-    with pytest.raises(RequestError) as caught:
-        checker.check(grammar_text(*fields), name)
-    assert caught.value.param == name and "\n" not in str(caught.value)
-    checker.close()
+def test_good_grammars_pass(checker: GrammarChecker, field: str, value: Any) -> None:
+    """The limits are no hindrance to what people send."""
+    checker.check(text_of(field, value))
+    assert checker.submit(text_of(field, value)) is None
 
 
-def test_schemas_too_deep_for_the_library_are_refused() -> None:
-    """The library's own recursion limit, which it tells by an exception."""
-    schema: object = {"type": "integer"}
-    for _ in range(400):
-        schema = {"type": "object", "properties": {"a": schema}}
-    with pytest.raises(RequestError) as caught:
-        grammar_text(json.dumps(schema), None, ())
-    assert caught.value.param == "json_schema"
+@pytest.mark.parametrize("field", ["regex", "choice"])
+def test_half_a_surrogate_pair_is_refused(field: str) -> None:
+    """Bug: text that has no UTF-8 cannot leave the process; it failed as an error of the engine."""
+    with pytest.raises(RequestError, match="surrogate") as caught:
+        text_of(field, "\ud800" if field == "regex" else ["a", "\udfff"])
+    assert caught.value.param == field
 
 
-def test_good_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+class Held:
+    """A host whose matchers answer when the test lets them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.release = threading.Event()
+
+    def ready_matcher(self, text: str) -> "Held":
+        self.asked.append(text)
+        return self
+
+    def mask(self, deadline_s: float) -> None:
+        if not self.release.wait(60):
+            raise GrammarError("the test has not let go")
+
+    def close(self) -> None:
+        pass
+
+
+def test_good_grammars_are_compiled_once() -> None:
     """The second request with the same schema waits for nothing; only so many are remembered."""
-    compiled: list[str] = []
-    monkeypatch.setattr(grammar, "_compile", lambda text: compiled.append(text) or "")
-    checker = GrammarChecker()
+    held = Held()
+    held.release.set()
+    checker = GrammarChecker(lambda: held)  # type: ignore[arg-type, return-value]
     for _ in range(3):
-        checker.check("g", "regex")
-    assert compiled == ["g"] and checker.submit("g") is None and checker.submit("") is None
+        checker.check("regex:g")
+    assert held.asked == ["regex:g"] and checker.submit("regex:g") is None and checker.submit("") is None
     for index in range(grammar.REMEMBERED):
-        checker.check(f"g{index}", "regex")
-    assert checker.submit("g") is not None
+        checker.check(f"regex:g{index}")
+    assert checker.submit("regex:g") is not None
+    checker.close()
     checker.close()
 
 
-def test_a_compilation_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler blocks until the test lets it go: the request is refused meanwhile, by its field."""
-    release = threading.Event()
-    monkeypatch.setattr(grammar, "_compile", lambda text: str(release.wait(60) or ""))
-    monkeypatch.setattr(grammar, "COMPILE_LIMIT_S", 0.05)
-    checker = GrammarChecker()
-    try:
-        with pytest.raises(RequestError, match="not compiled within") as caught:
-            checker.check("g", "regex")
-        assert caught.value.param == "regex"
-    finally:
-        release.set()
-        checker.close()
+def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client's slow grammars take no more than the places there are: who comes next is refused at once, with the
+    reason, and served once they are through. What waits when the engine closes is told so."""
+    monkeypatch.setattr(grammar, "MAX_WAITING", 2)
+    held = Held()
+    checker = GrammarChecker(lambda: held)  # type: ignore[arg-type, return-value]
+    first, second = checker.submit("regex:a"), checker.submit("regex:b")
+    with pytest.raises(OverloadedError, match="2 grammars are waiting"):
+        checker.submit("regex:c")
+    held.release.set()
+    assert first is not None and second is not None
+    assert (first.result(60), second.result(60)) == (None, None)
+    checker.check("regex:c")
+    held.release.clear()
+    slow, late = checker.submit("regex:d"), checker.submit("regex:e")
+    while held.asked[-1] != "regex:d":
+        time.sleep(0.001)
+    checker.close()
+    held.release.set()
+    assert slow is not None and late is not None
+    assert isinstance(late.exception(60), EngineDeadError) and held.asked[-1] == "regex:d"
 
 
-def test_compiling_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_leaves_the_event_loop_free() -> None:
     """The compiler waits for something that only the loop does; on the loop's own thread it would wait for ever."""
-    ticked = threading.Event()
-    monkeypatch.setattr(grammar, "_compile", lambda text: "" if ticked.wait(60) else "the loop stood still")
-    checker = GrammarChecker()
+    held = Held()
+    checker = GrammarChecker(lambda: held)  # type: ignore[arg-type, return-value]
 
     async def prove() -> None:
-        future = checker.submit("g")
+        future = checker.submit("regex:g")
         assert future is not None
-        asyncio.get_running_loop().call_later(0.01, ticked.set)
-        checker.settle("g", "regex", await asyncio.wrap_future(future))
+        asyncio.get_running_loop().call_later(0.01, held.release.set)
+        await asyncio.wrap_future(future)
 
     asyncio.run(prove())
     checker.close()
 
 
-def test_edge_and_worker_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_dies_is_started_again(checker: GrammarChecker) -> None:
+    """The kernel may end any process that uses memory: the grammar after is compiled by another host."""
+    checker.check(text_of("regex", "before"))
+    assert checker._host is not None and checker._host._process is not None
+    former = checker._host._process
+    former.kill()
+    former.wait()
+    checker.check(text_of("regex", "after"))
+    assert checker._host._process is not former
+
+
+def test_nothing_is_left_of_a_host() -> None:
+    """Matchers end with their owner's connection, the host with its owner: a worker that is killed leaves no processes."""
+    host = GrammarHost(*demo_host_arguments())
+    host.wait_ready()
+    matcher = host.matcher("regex:[0-9]{3}")
+    assert matcher.mask(time.monotonic() + 60) is not None
+    assert host._process is not None and host._control is not None
+    children = matchers_of(host)
+    assert len(children) == 1
+    matcher._connection.close()
+    host._control.close()  # what the kernel does for a process that has been killed
+    assert host._process.wait(60) == 0
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{children[0]}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{children[0]}")
+
+
+def matchers_of(host: GrammarHost) -> list[int]:
+    """Process ids, in the order of their start."""
+    assert host._process is not None
+    pid = host._process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def demo_host_arguments() -> tuple[Any, int, tuple[int, ...]]:
+    arguments = demo_host()._arguments
+    return arguments[0], int(arguments[1]), tuple(map(int, arguments[2:]))
+
+
+# --- beside the worker, which is told what the edge has let pass, and of what fails later
+
+
+def test_a_grammar_that_fails_later_fails_alone(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a grammar that gave up in the worker ended its text with "stop", and one that looped or crashed there would have
+    ended the worker. Here slot 1's takes more than its CPU time, slot 2's crashes; slot 3 gets its digits."""
+    monkeypatch.setattr("depthbatch.worker.sampling.grammar_matchers.ANSWER_WALL_S", 30.0)
+    grammars.admit(
+        [1, 2, 3],
+        [
+            GrammarStart(1, 1, text_of(*HOSTILE["a larger multiple"])),
+            GrammarStart(2, 1, text_of(*HOSTILE["a smallest integer"])),
+            GrammarStart(3, 1, text_of("regex", "[0-9]{3}")),
+        ],
+    )
+    start = time.monotonic()
+    assert allowed(grammars, 3) and len(allowed(grammars, 3)) == 10
+    assert allowed(grammars, 1) == [2] and allowed(grammars, 2) == [2]
+    assert time.monotonic() - start < 30
+    failures = grammars.take_failures([1, 2, 3])
+    assert set(failures) == {1, 2} and all("CPU time" in reason for reason in failures.values())
+    assert grammars.take_failures([1, 2, 3]) == {} and allowed(grammars, 1) == [2]
+    grammars.note([1, 2, 3], [2, 2, allowed(grammars, 3)[0]])  # what was launched before the failure was known
+    assert len(allowed(grammars, 3)) == 10 and grammars.take_failures([1, 2, 3]) == {}
+    grammars.admit([1], [GrammarStart(1, 1, text_of("regex", "x"))])
+    assert len(allowed(grammars, 1)) == 1 and allowed(grammars, 1) != [2]
+
+
+def test_a_mask_is_not_waited_for_without_end(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matcher that does not answer, here because it is stopped, costs the stage its limit and one request its answer."""
+    monkeypatch.setattr("depthbatch.worker.sampling.grammar_matchers.ANSWER_WALL_S", 0.2)
+    grammars.admit([4, 5], [GrammarStart(slot, 1, text_of("regex", "[0-9]{3}")) for slot in (4, 5)])
+    assert len(allowed(grammars, 5)) == 10
+    first = min(matchers_of(grammars._host)[-2:])  # of slot 4
+    os.kill(first, signal.SIGSTOP)
+    try:
+        token = allowed(grammars, 5)[0]
+        grammars.note([4, 5], [token, token])
+        start = time.monotonic()
+        assert allowed(grammars, 4) == [2] and len(allowed(grammars, 5)) == 10
+        assert time.monotonic() - start < 30
+        assert "in time" in grammars.take_failures([4, 5])[4]
+    finally:
+        os.kill(first, signal.SIGKILL)
+
+
+def test_edge_and_worker_have_one_limit(checker: GrammarChecker, grammars: Grammars) -> None:
     """Bug: the first mask of a regular expression took the worker seconds; the limit that prevents it must be asked at the
-    edge, where it is an error of one client. With a limit that nothing can keep, both refuse."""
-    tokenizer = LLTokenizer((resolve_model_dir("demo") / "tokenizer.json").read_text(), n_vocab=264, eos_token=[2])
-    digits = grammar_text(None, "[0-9]{3}", ())
-    assert grammar_limits.LIMITS.initial_lexer_fuel < LLParserLimits().initial_lexer_fuel
-
-    def first_mask() -> list[int]:
-        grammars = grammar_matchers.Grammars(tokenizer, 264, [2])
-        grammars.admit([1], [GrammarStart(1, 1, digits)])
-        bits = np.unpackbits(grammars.masks([1]).view(np.uint8)[0], bitorder="little")
-        return np.flatnonzero(bits).tolist()
-
-    checker = GrammarChecker()
-    checker.check(digits, "regex")
-    assert len(first_mask()) == 10  # the digits
-    monkeypatch.setattr(grammar_limits, "LIMITS", LLParserLimits(initial_lexer_fuel=1))
-    assert first_mask() == [2]  # nothing but the end
-    with pytest.raises(RequestError, match="regex: "):
-        GrammarChecker().check(digits, "regex")
-    checker.close()
+    edge, where it is an error of one client. What the edge lets pass the worker's matcher takes, and the other way."""
+    for regex, good in (("[0-9]{3}", True), ("(a?){3000}a{3000}", False)):
+        text = text_of("regex", regex)
+        grammars.admit([6], [GrammarStart(6, 1, text)])
+        masked = allowed(grammars, 6)
+        grammars.note([6], masked[:1])
+        allowed(grammars, 6)
+        assert (grammars.take_failures([6]) == {}) == good
+        future = checker.submit(text)
+        if good:
+            assert future is None or future.result(60) is None
+        else:
+            assert future is not None and isinstance(future.exception(60), RequestError)

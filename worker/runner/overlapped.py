@@ -23,7 +23,7 @@ from torch import Tensor
 
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, Stage
 from depthbatch.common.gates import Gate
-from depthbatch.common.messages import StageBatch, Variant
+from depthbatch.common.messages import RowFailure, StageBatch, Variant
 from depthbatch.worker.models.interface import ModelSpec
 from depthbatch.worker.runner.accelerator import Accelerator, Lane, Mark, Work
 from depthbatch.worker.runner.buffers import DecodeBuffers
@@ -88,6 +88,7 @@ class RingEntry:
     n_scores: int = 0  # values of their scores
     prompt_scores: Tensor | None = None  # int32 [n_targets, score columns], pinned
     constrained: list[int] = field(default_factory=list)  # slots that get a token, matchers still to be told which
+    failed: tuple[RowFailure, ...] = ()
     kept: list[Tensor] = field(default_factory=list)  # buffers of rare inputs and outputs, alive until it is read
 
 
@@ -137,7 +138,9 @@ class OverlappedRunner(Runner):
         accelerator.wait_on_lane(Lane.DOWNLOAD, entry.ended)
         for target, source in downloads:
             accelerator.submit(Lane.DOWNLOAD, partial(target.copy_, source, non_blocking=True))
-        entry.constrained = self._given(header, frame) if header.variant & Variant.CONSTRAIN else []
+        constrained = bool(header.variant & Variant.CONSTRAIN)
+        entry.constrained = self._given(header, frame) if constrained else []
+        entry.failed = self._failed_rows(header, frame) if constrained else ()
         self._launched.append(entry)
         self._watch.add(header.step_id, accelerator.mark(Lane.DOWNLOAD))
         return InFlight(header.step_id, 0.0, math.inf, StageOutput(NO_TOKENS, NO_FLAGS))
@@ -156,7 +159,8 @@ class OverlappedRunner(Runner):
         output = _output(header, entry)
         entry.header = entry.prompt_scores = None
         entry.kept.clear()
-        return StageDone(stage.step_id, self._accelerator.passed_s(started), self._accelerator.passed_s(ended), output)
+        start_s, end_s = self._accelerator.passed_s(started), self._accelerator.passed_s(ended)
+        return StageDone(stage.step_id, start_s, end_s, output, entry.failed)
 
     def _new_entry(self, words: int, result_words: int) -> RingEntry:
         accelerator, device = self._accelerator, self._accelerator.device

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, logprob_fields
-from depthbatch.common.messages import StageBatch, Variant
+from depthbatch.common.messages import RowFailure, StageBatch, Variant
 from depthbatch.worker.runner.buffers import DecodeBuffers
 from depthbatch.worker.runner.checks import StageLimits, adjustments_of, check_stage, known_tokens_of, rare_inputs
 from depthbatch.worker.runner.prefill_input import PrefillInput
@@ -58,13 +58,14 @@ class Runner:
             output = self._execute(header, frame)
             if slots and self.grammars is not None:
                 self.grammars.note(self._given(header, frame), output.token_ids.tolist())
-        return InFlight(header.step_id, start, 0.0, output)
+            failed = self._failed_rows(header, frame) if slots else ()
+        return InFlight(header.step_id, start, 0.0, output, failed)
 
     def finished(self, stage: InFlight) -> bool:
         return True
 
     def read(self, stage: InFlight) -> StageDone:
-        return StageDone(stage.step_id, stage.start_s, time.monotonic(), stage.output)
+        return StageDone(stage.step_id, stage.start_s, time.monotonic(), stage.output, stage.failed)
 
     def run(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> StageOutput:
         """Launches and reads: the plain way, one stage in flight."""
@@ -95,6 +96,13 @@ class Runner:
             if header.extra is not None:
                 grammars.note(*known_tokens_of(header.extra).T.tolist())
         return grammars.constrained(self._given(header, frame))
+
+    def _failed_rows(self, header: StageBatch, frame: Int32Array) -> tuple[RowFailure, ...]:
+        """Rows that get a token whose grammar has failed; each once."""
+        assert self.grammars is not None
+        given = self._given(header, frame)
+        failures = self.grammars.take_failures(given)
+        return tuple([RowFailure(given.index(slot), reason) for slot, reason in failures.items()])
 
     @staticmethod
     def _given(header: StageBatch, frame: Int32Array) -> list[int]:

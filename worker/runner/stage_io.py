@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from depthbatch.common.frames import Int32Array
-from depthbatch.common.messages import StageBatch
+from depthbatch.common.messages import RowFailure, StageBatch
 from depthbatch.worker.runner.checks import StageLimits
 
 NO_TOKENS = np.empty(0, np.int32)
@@ -32,6 +32,7 @@ class InFlight(NamedTuple):
     start_s: float
     ready_s: float  # when it will be finished; 0 = it is, infinity = the runner's ``completions`` tells
     output: StageOutput
+    failed: tuple[RowFailure, ...] = ()
 
 
 class StageDone(NamedTuple):
@@ -41,6 +42,7 @@ class StageDone(NamedTuple):
     start_s: float
     end_s: float
     output: StageOutput
+    failed: tuple[RowFailure, ...] = ()
 
 
 class StageRunner(Protocol):

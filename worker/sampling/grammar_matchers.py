@@ -1,18 +1,19 @@
-"""Which tokens a constrained slot may get next: a matcher a slot, by llguidance, on the host.
+"""Which tokens a constrained slot may get next: a matcher a slot, in a process of its own beside the worker.
 
-The matcher lives here because stages run here in order: the mask of a row follows from the token before, which the
-scheduler may not have seen yet when it sends the row's next coda. It needs the vocabulary's bytes and nothing else of
-the tokenizer. Grammars have been checked at the edge; what goes wrong later (a limit of the matcher) ends the output.
+The worker asks because stages run here in order: the mask of a row follows from the token before, which the scheduler
+may not have seen yet when it sends the row's next coda. Matchers get a token as soon as it is known and make the next
+mask while the model loops. What is wrong with a grammar, or with its process, fails its request and no other.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 
-from depthbatch.common import grammar_limits
 from depthbatch.common.frames import Int32Array, split_prefill_frame
+from depthbatch.common.grammar_host import GrammarError, GrammarHost, Matcher
+from depthbatch.common.grammar_limits import ANSWER_WALL_S
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import GrammarStart, StageBatch
 from depthbatch.worker.runner.checks import StageError
@@ -21,40 +22,52 @@ log = get_logger("worker")
 
 
 def load_grammars(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Grammars | None":
-    """None where output cannot be constrained: without tokenizer.json, without an end of sequence, or with a
-    tokenizer that llguidance cannot read (which is logged)."""
+    """None where output cannot be constrained: without tokenizer.json or without an end of sequence. Starts a program;
+    ``ready`` says whether it can read the tokenizer."""
     path = model_dir / "tokenizer.json"
     if not path.is_file() or not eos_token_ids:
         return None
-    try:
-        tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    except Exception as error:  # whatever the library makes of a tokenizer that it does not know
-        log.warning("output cannot be constrained by grammars: %s", str(error).splitlines()[0])
-        return None
-    return Grammars(tokenizer, vocab_size, eos_token_ids)
+    host = GrammarHost(path, vocab_size, eos_token_ids)
+    host.start()
+    return Grammars(host, vocab_size, eos_token_ids)
 
 
 class Grammars:
     """Matchers by slot. A slot without one is free."""
 
-    def __init__(self, tokenizer: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, host: GrammarHost, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._host = host
         self._words = -(-vocab_size // 32)
         self._starts: dict[int, GrammarStart] = {}
-        self._matchers: dict[int, LLMatcher] = {}
+        self._matchers: dict[int, Matcher | None] = {}  # None: failed, and what it gets no longer matters
+        self._failures: dict[int, str] = {}
         end = np.zeros(self._words * 32, np.uint8)
         end[list(eos_token_ids)] = 1
         self._end = np.packbits(end, bitorder="little").view(np.int32)  # allows the end of sequence alone
 
+    def ready(self) -> bool:
+        """Waits for the program; False, which is logged, when it cannot read the tokenizer."""
+        try:
+            self._host.wait_ready()
+        except GrammarError as error:
+            log.warning("output cannot be constrained by grammars: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends the program and all matchers."""
+        self._forget(list(self._matchers))
+        self._host.close()
+
     def admit(self, slots: Iterable[int], starts: Iterable[GrammarStart]) -> None:
         """Slots get new requests; ``starts`` are those of the constrained ones."""
-        for slot in slots:
-            self._matchers.pop(slot, None)
+        self._forget(slots)
         for start in starts:
             self._starts[start.slot] = start
-            self._matchers[start.slot] = LLMatcher(
-                self._tokenizer, start.grammar, log_level=0, limits=grammar_limits.LIMITS
-            )
+            try:
+                self._matchers[start.slot] = self._host.matcher(start.grammar)
+            except GrammarError as error:
+                self._fail(start.slot, error)
 
     def note_prefill(self, header: StageBatch, frame: Int32Array) -> None:
         """Takes the tokens that resumed requests have generated: those behind their prompts."""
@@ -63,38 +76,65 @@ class Grammars:
         for slot, start, length in zip(*(part.tolist() for part in parts[:3]), strict=True):
             if slot in self._matchers:
                 own = max(0, self._starts[slot].prompt_tokens - start)
-                for token in parts.token_ids[offset + own : offset + length].tolist():
-                    self._consume(slot, token)
+                self._tell(slot, parts.token_ids[offset + own : offset + length].tolist())
             offset += length
 
     def note(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes the tokens that rows were given."""
         for slot, token in zip(slots, tokens, strict=True):
-            if slot in self._matchers:
-                self._consume(slot, token)
+            self._tell(slot, [token])
 
     def constrained(self, slots: Sequence[int]) -> list[int]:
         """Those of ``slots`` that have a grammar."""
         return [slot for slot in slots if slot in self._matchers]
 
     def masks(self, slots: Sequence[int]) -> Int32Array:
-        """What constrained slots may get next: int32 [n, ceil(V / 32)], a bit a token."""
-        masks = np.zeros((len(slots), self._words), np.int32)
-        for slot, mask in zip(slots, masks, strict=True):
-            matcher = self._matchers[slot]
-            if not matcher.is_stopped() and not matcher.is_error():
-                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if matcher.is_error():
-                log.warning("a grammar gave up: %s", matcher.get_error().splitlines()[0])
-            if matcher.is_stopped() or matcher.is_error() or not mask.any():
-                mask[:] = self._end
+        """What constrained slots may get next: int32 [n, ceil(V / 32)], a bit a token. All of them together are waited
+        for no longer than ANSWER_WALL_S; a slot whose grammar has failed may only end (``take_failures``)."""
+        deadline_s = time.monotonic() + ANSWER_WALL_S
+        masks = np.empty((len(slots), self._words), np.int32)
+        for slot, row in zip(slots, masks, strict=True):
+            row[:] = self._mask(slot, deadline_s)
         return masks
 
-    def _consume(self, slot: int, token: int) -> None:
-        """What comes after the end, dispatched before the end was known, is dropped by the scheduler: ignored here."""
+    def take_failures(self, slots: Sequence[int]) -> dict[int, str]:
+        """What has gone wrong for ``slots``, each failure once."""
+        if not self._failures:
+            return {}
+        return {slot: self._failures.pop(slot) for slot in slots if slot in self._failures}
+
+    def _mask(self, slot: int, deadline_s: float) -> Int32Array:
         matcher = self._matchers[slot]
-        if not matcher.is_stopped() and not matcher.is_error():
-            matcher.consume_token(token)
+        if matcher is None:
+            return self._end
+        try:
+            answer = matcher.mask(deadline_s)
+        except GrammarError as error:
+            self._fail(slot, error)
+            return self._end
+        return self._end if answer is None else np.frombuffer(answer, np.int32)
+
+    def _tell(self, slot: int, tokens: Sequence[int]) -> None:
+        matcher = self._matchers.get(slot)
+        if matcher is None or not tokens:
+            return
+        try:
+            matcher.tell(tokens)
+        except GrammarError as error:
+            self._fail(slot, error)
+
+    def _fail(self, slot: int, error: GrammarError) -> None:
+        log.warning("a grammar has failed: %s", error)
+        self._forget([slot])
+        self._matchers[slot] = None
+        self._failures[slot] = str(error)
+
+    def _forget(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._failures.pop(slot, None)
+            matcher = self._matchers.pop(slot, None)
+            if matcher is not None:
+                matcher.close()
 
 
 def require_grammars(grammars: Grammars | None, header: StageBatch) -> Grammars:
