@@ -1,8 +1,8 @@
 """``python -m depthbatch.benchmarks.service_figures``: what the HTTP service costs and stands, in one run on one server.
 
-Starts ``depthbatch serve`` and measures, side by side: the latency per token that HTTP adds to the native ZMQ API; many
-streams at once, with the frontend's file descriptors; /health while requests arrive at twice the rate that the server
-can serve. JSON to stdout or --output, a table to stderr. Client and server share the machine's cores.
+Starts ``depthbatch serve`` and measures, side by side: the latency per token that HTTP adds to the native ZMQ API; the
+frontend's processor time per token by either; many streams at once, with the frontend's file descriptors; /health while
+requests arrive at twice the rate that the server can serve. JSON to stdout or --output, a table to stderr. Client and server share the machine's cores.
 """
 
 import argparse
@@ -110,6 +110,36 @@ def added_latency(server: Address, model: str, args: argparse.Namespace) -> list
             }
         )
     return rows
+
+
+# --- processor time per token
+
+
+def processor_time(server: Address, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Of the frontend, all its threads, per output token: both APIs in turn. The start of a request is in it, spread
+    over its tokens. What else the machine does falls on the wall clock, not on this one."""
+    pid = _health(server)["processes"]["frontend"]["pid"]
+    requests = workload(args.processor_streams, args.prompt_tokens, args.processor_tokens)
+    rounds: dict[str, list[float]] = {"http": [], "zmq": []}
+    for _ in range(args.rounds):
+        for name, address in (("http", server.http), ("zmq", server.native)):
+            before_s = processor_seconds(pid)
+            times = asyncio.run(load(address, model, requests))
+            used_s = processor_seconds(pid) - before_s
+            rounds[name].append(1e6 * used_s / sum(t.output_tokens for t in times))
+    return {
+        "streams": args.processor_streams,
+        "tokens_of_each": args.processor_tokens,
+        "http_us_per_token": statistics.median(rounds["http"]),
+        "zmq_us_per_token": statistics.median(rounds["zmq"]),
+        "us_per_token_by_round": rounds,
+    }
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of all threads of a process, in the kernel's ticks (10 ms)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before may hold spaces
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # --- many streams
@@ -229,6 +259,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=16, help="of a round, at least the concurrency")
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--output-tokens", type=int, default=64, help="of a request, for latency")
+    parser.add_argument("--processor-streams", type=int, default=32, help="at a time, for processor time")
+    parser.add_argument("--processor-tokens", type=int, default=512, help="of each of them")
     parser.add_argument("--streams", type=int, default=1000, help="at once")
     parser.add_argument("--stream-tokens", type=int, default=16, help="of each, there and under overload")
     parser.add_argument("--capacity-requests", type=int, default=1000)
@@ -240,7 +272,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All three, in turn, on one server. Raises EngineDeadError."""
+    """All four, in turn, on one server. Raises EngineDeadError."""
     options = ["--max-num-seqs", str(args.max_num_seqs), *args.serve_option]
     with serving(args.model, options) as server:
         asyncio.run(load(server.http, args.model, workload(args.max_num_seqs, args.prompt_tokens, 4)))  # warm
@@ -250,17 +282,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "load_average_before": os.getloadavg()[0],
             "max_num_seqs": args.max_num_seqs,
             "added_latency": added_latency(server, args.model, args),
+            "processor_time": processor_time(server, args.model, args),
             "streams": many_streams(server, args.model, args),
             "health": health_at_twice_capacity(server, args.model, args),
         }
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """The three on stderr."""
+    """The four on stderr."""
     for row in figures["added_latency"]:
         http, zmq, added = (row[name] for name in ("http_tpot_ms", "zmq_tpot_ms", "added_ms_per_token"))
         name = f"{row['concurrency']} streams, ms per token"
         print(f"{name:<28}HTTP {http:.3f}  ZMQ {zmq:.3f}  added {added:+.3f}", file=sys.stderr)
+    used = figures["processor_time"]
+    name = f"{used['streams']} streams, processor"
+    text = "HTTP {http_us_per_token:.1f}, ZMQ {zmq_us_per_token:.1f} us of the frontend's time per token".format(**used)
+    print(f"{name:<28}{text}", file=sys.stderr)
     for burst in figures["streams"]["bursts"]:
         counts = "{descriptors_before}, {descriptors_most}, {descriptors_after}".format(**burst)
         name = f"{burst['streams']} streams at once"

@@ -11,7 +11,7 @@ unpickled and no type name is taken from the wire.
 """
 
 import zlib
-from enum import IntFlag
+from enum import IntFlag, StrEnum
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,16 @@ _SOURCES = (Path(__file__).with_name(name).read_bytes() for name in ("messages.p
 WIRE_VERSION = f"{zlib.crc32(b''.join(_SOURCES)):08x}"
 """What is said first, by frontends and workers. An upgrade below a running engine replaces its processes one by one, and
 two that read the same bytes differently would wait for each other for ever."""
+
+
+class FinishReason(StrEnum):
+    """Why a request has ended; its text is what every API shows. TIMEOUT is the frontend's own."""
+
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    LENGTH = "length"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -159,7 +169,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     request_id: int
     token_ids: tuple[int, ...]
     exit_depths: tuple[int, ...]
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""

@@ -1,51 +1,85 @@
 """AsyncEngine: the engine inside an asyncio program, an async generator per request. No thread but one for encoding.
 
-The event loop watches the client's descriptors; each request has a mailbox into which its updates are merged, so a
-slow reader gets fewer, larger deltas and never a growing queue of objects.
+The event loop watches the client's descriptors; requests that were submitted together have one mailbox, and what has
+piled up in it becomes one delta a request, so a slow reader gets fewer, larger deltas.
 """
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, EngineDeadError
-from depthbatch.common.messages import EngineInfo
+from depthbatch.common.messages import EngineInfo, FinishReason, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.background import background, failure_of
-from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.engine_client import EngineClient, News
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, Update
+from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
 from depthbatch.frontend.params import SamplingParams
-from depthbatch.frontend.prompts import Prompt, assembler_of, describe, encode_prompt, load_model_tokenizer
+from depthbatch.frontend.prompts import Prompt, assembler_of, check_stop, describe, encode_prompt, load_model_tokenizer
 from depthbatch.frontend.tokenizer import Tokenizer
 
-TICK_S = 0.1  # deadlines, and a net under the edge-triggered socket descriptor
+TIMER_S = 0.001  # the loop's timers may be as much too early
+TICK_S = 0.1  # missed deadlines, and a net under the edge-triggered socket descriptor
+
+
+class Place(NamedTuple):
+    """A request among those that were submitted with it."""
+
+    number: int
+    assembler: OutputAssembler
 
 
 class Mailbox:
-    """Updates of one request that its reader has not taken yet."""
+    """Requests that were submitted together: those that still run, and their news that the reader has not taken yet."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self._updates: list[Update] = []
-        self._news = asyncio.Event()
+    def __init__(self, name: str, leave: Callable[[int], None]) -> None:
+        """``leave`` is told of each request whose last delta is taken; it may still run, after a stop string."""
+        self.name = name
+        self._leave = leave
+        self.places: dict[int, Place] = {}  # by internal id
+        self._news: list[News] = []
+        self._wanted: asyncio.Future[None] | None = None
 
-    def put(self, update: Update) -> None:
-        self._updates.append(update)
-        self._news.set()
+    def put(self, news: News) -> None:
+        self._news.append(news)
+        if self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(None)
 
-    async def take(self) -> list[Update]:
-        """Everything that has come, at least one."""
-        await self._news.wait()
-        self._news.clear()
-        updates, self._updates = self._updates, []
-        return updates
+    async def take(self) -> list[IndexedDelta]:
+        """Everything that has come, one delta a request; raises the error that one of them got, once what came before
+        is taken. A request leaves its place with its last delta. Empty when all of it followed a stop string."""
+        if not self._news:
+            self._wanted = asyncio.get_running_loop().create_future()
+            await self._wanted
+        deltas: dict[int, OutputDelta] = {}
+        for position, (request_id, event) in enumerate(self._news):
+            place = self.places.get(request_id)
+            if place is None:
+                continue
+            if isinstance(event, DepthbatchError):
+                if not deltas:
+                    raise event
+                self._news = self._news[position:]
+                break
+            delta = place.assembler.push(event)
+            if delta.finish_reason is not None:
+                del self.places[request_id]
+                self._leave(request_id)
+            if place.number in deltas:
+                deltas[place.number].append(delta)
+            else:
+                deltas[place.number] = delta
+        else:
+            self._news = []
+        return [IndexedDelta(index, delta) for index, delta in deltas.items()]
 
 
 class AsyncEngine:
@@ -72,6 +106,7 @@ class AsyncEngine:
         self._quiet = quiet
         self._client = EngineClient(config, self._unwatch, processes)
         self._mailboxes: dict[int, Mailbox] = {}  # by internal id
+        self._named: dict[str, list[Mailbox]] = {}  # by the caller's name
         self._watched: set[int] = set()
         self._changed = asyncio.Event()  # something was polled
         self._failed = asyncio.Event()
@@ -115,7 +150,7 @@ class AsyncEngine:
         self._unwatch()
         await asyncio.get_running_loop().run_in_executor(None, self._client.close)
         for internal_id, mailbox in self._mailboxes.items():
-            mailbox.put(Update(internal_id, error=EngineDeadError("the engine is closed")))
+            mailbox.put((internal_id, EngineDeadError("the engine is closed")))
         self.tokenizer_thread.shutdown(wait=False)
         self._grammars.close()
 
@@ -162,7 +197,7 @@ class AsyncEngine:
             return
         self._client.failure = failure
         for internal_id, mailbox in self._mailboxes.items():
-            mailbox.put(Update(internal_id, error=failure))
+            mailbox.put((internal_id, failure))
         self._changed.set()
         self._failed.set()
 
@@ -185,42 +220,80 @@ class AsyncEngine:
         """
         params = params or SamplingParams()
         token_ids = await self.encode(prompt, params)
-        if params.constraint is not None:
-            await self._prove_grammar(token_ids, params)
-        internal_id = self._client.submit(token_ids, params)
-        self._after_send()
-        name = str(internal_id) if request_id is None else request_id
-        mailbox = self._mailboxes[internal_id] = Mailbox(name)
-        assembler = assembler_of(name, token_ids, params, self.tokenizer)
-        try:
-            while True:
-                delta = _merge(assembler, await mailbox.take())
-                if delta.finish_reason is not None:
-                    del self._mailboxes[internal_id]
-                    self._client.abort(internal_id)  # still live only after a stop string
-                    self._after_send()
+        await self._prove_grammar(token_ids, params)
+        with self._submitted([(token_ids, params)], request_id) as mailbox:
+            while mailbox.places:
+                for _, delta in await mailbox.take():
                     yield delta
-                    return
-                yield delta
+
+    async def generate_all(
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None = None
+    ) -> AsyncGenerator[list[IndexedDelta], None]:
+        """Requests (token ids and parameters) that are submitted together under one name: what has come for them, each
+        time there is something, at most one delta a request. Otherwise like ``generate``; an error of one ends all."""
+        for token_ids, params in requests:
+            check_stop(params, self.tokenizer)
+            await self._prove_grammar(token_ids, params)
+        with self._submitted(requests, request_id) as mailbox:
+            while mailbox.places:
+                if deltas := await mailbox.take():
+                    yield deltas
+
+    @contextlib.contextmanager
+    def _submitted(
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None
+    ) -> Iterator[Mailbox]:
+        """Submits; whatever still runs at the end is aborted. Raises like EngineClient.submit_all."""
+        internal_ids = self._client.submit_all(requests)
+        self._after_send()
+        mailbox = Mailbox(str(internal_ids[0]) if request_id is None else request_id, self._leave)
+        deadlines = []
+        for index, (internal_id, (token_ids, params)) in enumerate(zip(internal_ids, requests, strict=True)):
+            assembler = assembler_of(mailbox.name, token_ids, params, self.tokenizer)
+            mailbox.places[internal_id] = Place(index, assembler)
+            self._mailboxes[internal_id] = mailbox
+            if params.timeout_s is not None:
+                deadlines.append(asyncio.get_running_loop().call_later(params.timeout_s + TIMER_S, self._pump))
+        self._named.setdefault(mailbox.name, []).append(mailbox)
+        try:
+            yield mailbox
         finally:
-            self._mailboxes.pop(internal_id, None)
-            if self._client.abort(internal_id):
-                self._after_send()
+            for deadline in deadlines:
+                deadline.cancel()
+            for internal_id in mailbox.places:
+                self._leave(internal_id)
+            self._named[mailbox.name].remove(mailbox)
+            if not self._named[mailbox.name]:
+                del self._named[mailbox.name]
+
+    def _leave(self, internal_id: int) -> None:
+        """Nobody reads of the request any more; it is aborted if it still runs."""
+        self._mailboxes.pop(internal_id, None)
+        if self._client.abort(internal_id):
+            self._after_send()
 
     async def _prove_grammar(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Has a request's grammar compiled beside the loop. Raises RequestError, also when that takes too much."""
+        if params.constraint is None:
+            return
         future = self._grammars.submit(self._client.check(token_ids, params).grammar)
         if future is not None:
             await asyncio.wrap_future(future)
 
     async def abort(self, request_id: str) -> bool:
         """Ends every request of that name with finish reason "abort"; False if there is none, which is fine."""
-        found = [(key, box) for key, box in self._mailboxes.items() if box.request_id == request_id]
-        for internal_id, mailbox in found:
-            if self._client.abort(internal_id):
-                mailbox.put(Update(internal_id, finish_reason="abort"))
+        found = [mailbox for mailbox in self._named.get(request_id, ()) if mailbox.places]
+        for mailbox in found:
+            for internal_id in mailbox.places:
+                if self._client.abort(internal_id):
+                    mailbox.put((internal_id, TokenEvent(internal_id, (), (), FinishReason.ABORT)))
         self._after_send()
         return bool(found)
+
+    async def abort_all(self) -> None:
+        """Ends every request with finish reason "abort"."""
+        for name in list(self._named):
+            await self.abort(name)
 
     # --- the loop's side
 
@@ -233,13 +306,13 @@ class AsyncEngine:
             self._pump()
 
     def _pump(self) -> None:
-        """Handles what has come and gives every update to its request."""
+        """Handles what has come and gives all news to those who wait for it."""
         self._pump_is_due = False
         try:
-            for update in self._client.poll():
-                mailbox = self._mailboxes.get(update.request_id)
+            for news in self._client.poll():
+                mailbox = self._mailboxes.get(news[0])
                 if mailbox is not None:
-                    mailbox.put(update)
+                    mailbox.put(news)
             self._watch()
         except Exception as error:
             self.fail("engine pump", error)
@@ -276,20 +349,3 @@ class AsyncEngine:
     def _raise_failure(self) -> None:
         if self._client.failure is not None:
             raise self._client.failure
-
-
-def _merge(assembler: OutputAssembler, updates: list[Update]) -> OutputDelta:
-    """One delta of several updates. Raises the error that one of them carries, once what came before is used up."""
-    merged: OutputDelta | None = None
-    for update in updates:
-        if update.error is not None:
-            raise update.error
-        delta = assembler.push(update)
-        if merged is None:
-            merged = delta
-        else:
-            merged.append(delta)
-        if merged.finish_reason is not None:
-            break
-    assert merged is not None
-    return merged

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -31,6 +32,7 @@ from depthbatch.common.messages import (
     EngineInfo,
     EngineReady,
     Fatal,
+    FinishReason,
     GetStats,
     Hello,
     Message,
@@ -49,7 +51,6 @@ from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer
 from depthbatch.frontend.attach import AttachedProcess, AttachedProcesses, ForeignRunDir
 from depthbatch.frontend.grammar import refusal
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
-from depthbatch.frontend.output import Update
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
 from depthbatch.frontend.processes import Child, Launcher
 
@@ -59,6 +60,9 @@ RESTART_WINDOW_S = 60.0
 USER_ERROR_EXIT_CODE = 2
 
 log = get_logger("frontend")
+
+# a request's id with what has come for it; an event's prompt_logprobs are those of the whole prompt, with its first token
+News = tuple[int, TokenEvent | DepthbatchError]
 
 
 @dataclass
@@ -144,29 +148,20 @@ class EngineClient:
 
     # --- requests
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Accepts a request and returns its id, which is ours and never used twice.
-
-        Raises RequestError for what this engine cannot serve, EngineDeadError when there is none. A refusal by the
-        scheduler (too few KV blocks) comes as an Update with an error.
-        """
-        request_id = self._accept(prompt_ids, params)
-        if self._ready:
-            self._send(self._submit_message(request_id))
-        return request_id
-
     def submit_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[int]:
-        """``submit`` for many, in one message: all are queued before the scheduler chooses a stage. Raises like submit,
-        with none of them submitted."""
-        for ordinal, (prompt_ids, params) in enumerate(requests, self._next_id):
-            self.check(prompt_ids, params, ordinal)
-        request_ids = [self._accept(prompt_ids, params) for prompt_ids, params in requests]
+        """Accepts requests, token ids and parameters each, in one message: all are queued before the scheduler chooses a
+        stage. Returns their ids, which are ours and never used twice.
+
+        Raises RequestError for what this engine cannot serve, EngineDeadError when there is none, with none of them
+        accepted. A refusal by the scheduler (too few KV blocks) comes as news of it.
+        """
+        resolved = [self.check(*request, ordinal) for ordinal, request in enumerate(requests, self._next_id)]
+        request_ids = [self._accept(*request, own) for request, own in zip(requests, resolved, strict=True)]
         if self._ready and request_ids:
             self._send(SubmitAll(tuple(map(self._submit_message, request_ids))))
         return request_ids
 
-    def _accept(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        resolved = self.check(prompt_ids, params, self._next_id)
+    def _accept(self, prompt_ids: Sequence[int], params: SamplingParams, resolved: RequestParams) -> int:
         request_id = self._next_id
         self._next_id += 1
         self._live[request_id] = LiveRequest(np.asarray(prompt_ids, dtype=np.int32).tobytes(), resolved)
@@ -177,7 +172,7 @@ class EngineClient:
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, ordinal: int = 0) -> RequestParams:
         """The parameters a request would run with; ``ordinal`` varies the seed of those that name none.
 
-        Raises like submit.
+        Raises like submit_all.
         """
         if self.failure is not None:
             raise self.failure
@@ -187,7 +182,7 @@ class EngineClient:
         return self._defaults.resolve(params, len(prompt_ids), ordinal)
 
     def abort(self, request_id: int) -> bool:
-        """Ends a request without further updates; False when it is not live (any more), which is fine."""
+        """Ends a request without further news; False when it is not live (any more), which is fine."""
         if self._live.pop(request_id, None) is None:
             return False
         if self._ready and self._link is not None:
@@ -224,15 +219,16 @@ class EngineClient:
         deadline = self._deadlines[0][0] - time.monotonic() if self._deadlines else timeout_s
         poller.poll(math.ceil(1000 * max(0.0, min(timeout_s, deadline))))
 
-    def poll(self) -> list[Update]:
-        """Handles everything that has come: messages, deaths, deadlines. Returns the news of live requests."""
+    def poll(self) -> list[News]:
+        """Handles everything that has come: messages, deaths, deadlines. Returns the news of live requests, in the order
+        of their tokens; an event with a finish reason, or an error, is a request's last."""
         if self._closed:
             return []
-        updates: list[Update] = []
-        self._drain(updates)
-        self._watch_children(updates)
-        self._expire(updates)
-        return updates
+        news: list[News] = []
+        self._drain(news)
+        self._watch_children(news)
+        self._expire(news)
+        return news
 
     def health(self, stall_s: float = 30.0) -> EngineHealth:
         """Judged by progress; asks nobody, only reads what the scheduler has pushed."""
@@ -253,28 +249,28 @@ class EngineClient:
         generated, depths = live.generated.tobytes(), bytes(live.depths)
         return Submit(request_id, live.prompt, live.params, generated, depths, live.prompt_logprobs_sent, live.cuts)
 
-    def _drain(self, updates: list[Update]) -> None:
+    def _drain(self, news: list[News]) -> None:
         while self._link is not None and (received := self._link.receive()) is not None:
             match received.message:
                 case Tokens(events):
                     for event in events:
-                        self._on_event(event, updates)
+                        self._on_event(event, news)
                 case SchedulerHeartbeat() as heartbeat:
                     self._monitor.heartbeat(heartbeat)
                 case EngineReady(info):
                     self._on_ready(info)
                 case Rejected(request_id, reason, param):
                     if self._live.pop(request_id, None) is not None:
-                        updates.append(Update(request_id, error=RequestError(reason, param)))
+                        news.append((request_id, RequestError(reason, param)))
                 case SchedulerStats() as stats:
                     self.stats = stats
                 case Fatal() as fatal:
                     log.error("%s: %s", fatal.process, fatal.message)
                     self._last_words = fatal
                     if fatal.other_version:
-                        self._fail(EngineDeadError(fatal.message), updates)
+                        self._fail(EngineDeadError(fatal.message), news)
 
-    def _on_event(self, event: TokenEvent, updates: list[Update]) -> None:
+    def _on_event(self, event: TokenEvent, news: list[News]) -> None:
         live = self._live.get(event.request_id)
         if live is None:
             return  # aborted here; the scheduler had not heard of it yet
@@ -289,21 +285,14 @@ class EngineClient:
         live.cuts = event.cuts or live.cuts
         if event.finish_reason is not None:
             del self._live[event.request_id]
-        error = refusal(live.params.grammar, event.failure) if event.finish_reason == "error" else None
-        prompt_logprobs = b"".join(live.prompt_logprobs) if event.token_ids else b""
-        live.prompt_logprobs.clear()
-        updates.append(
-            Update(
-                event.request_id,
-                event.token_ids,
-                event.exit_depths,
-                event.finish_reason,
-                event.stop_reason,
-                error,
-                event.logprobs,
-                prompt_logprobs,
-            )
-        )
+        if event.finish_reason is FinishReason.ERROR:
+            news.append((event.request_id, refusal(live.params.grammar, event.failure)))
+            return
+        if live.prompt_logprobs:
+            rows = b"".join(live.prompt_logprobs) if event.token_ids else b""  # else they are not all there
+            event = msgspec.structs.replace(event, prompt_logprobs=rows)
+            live.prompt_logprobs.clear()
+        news.append((event.request_id, event))
 
     def _on_ready(self, info: EngineInfo) -> None:
         self.info = info
@@ -321,25 +310,25 @@ class EngineClient:
 
     # --- deaths and deadlines
 
-    def _watch_children(self, updates: list[Update]) -> None:
+    def _watch_children(self, news: list[News]) -> None:
         dead = [child for child in self._launcher.children.values() if not child.alive]
         if not dead or self.failure is not None:
             return
         if self.info is None:
-            self._watch_start(dead, updates)
+            self._watch_start(dead, news)
         elif self._may_restart():
-            self._replace(dead, updates)
+            self._replace(dead, news)
         else:
             reason = self._last_words.message if self._last_words is not None else dead[0].epitaph()
-            self._fail(EngineDeadError(f"restarting does not help: {reason}"), updates)
+            self._fail(EngineDeadError(f"restarting does not help: {reason}"), news)
 
-    def _replace(self, dead: Sequence[Child | AttachedProcess], updates: list[Update]) -> None:
+    def _replace(self, dead: Sequence[Child | AttachedProcess], news: list[News]) -> None:
         self._before_restart()
         self._worker_ready = False
         for child in dead:
             log.warning("%s; starting it again", child.epitaph())
         if any(child.name == "scheduler" for child in dead):
-            self._restart_all(updates)
+            self._restart_all(news)
         else:
             self._launcher.start("worker")
 
@@ -349,19 +338,19 @@ class EngineClient:
         child.epitaph()  # asks the supervisor
         return isinstance(child, AttachedProcess) and child.pid != 0 and child.exit_code is None
 
-    def _watch_start(self, dead: Sequence[Child | AttachedProcess], updates: list[Update]) -> None:
+    def _watch_start(self, dead: Sequence[Child | AttachedProcess], news: list[News]) -> None:
         """A child that dies before the engine was ever ready ends the engine, with the best reason to be had."""
         if self._last_words is None and all(child.dead_for_s < FATAL_GRACE_S for child in dead):
             return
         if self._last_words is None and self._will_be_replaced(dead[0]) and self._may_restart():
-            self._replace(dead, updates)
+            self._replace(dead, news)
         elif self._last_words is not None:
             text, user_error = self._last_words.message, self._last_words.user_error
-            self._fail(ConfigError(text) if user_error else EngineDeadError(f"{dead[0].name}: {text}"), updates)
+            self._fail(ConfigError(text) if user_error else EngineDeadError(f"{dead[0].name}: {text}"), news)
         elif dead[0].exit_code == USER_ERROR_EXIT_CODE:
-            self._fail(ConfigError(dead[0].last_line() or dead[0].epitaph()), updates)
+            self._fail(ConfigError(dead[0].last_line() or dead[0].epitaph()), news)
         else:
-            self._fail(EngineDeadError(dead[0].epitaph()), updates)
+            self._fail(EngineDeadError(dead[0].epitaph()), news)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
@@ -370,13 +359,13 @@ class EngineClient:
         self._restart_times.append(now)
         return len(self._restart_times) <= MAX_RESTARTS
 
-    def _restart_all(self, updates: list[Update]) -> None:
+    def _restart_all(self, news: list[News]) -> None:
         """The scheduler is dead, so the worker's KV means nothing any more: both start afresh, on a new connection.
 
         What the old scheduler had sent is taken first; what it had not is generated again.
         """
         assert self._link is not None
-        self._drain(updates)
+        self._drain(news)
         self._link.close(0)
         self._ready = False
         self._launcher.kill("worker")
@@ -384,15 +373,15 @@ class EngineClient:
         self._launcher.start("worker")
         self._connect()
 
-    def _fail(self, error: DepthbatchError, updates: list[Update]) -> None:
+    def _fail(self, error: DepthbatchError, news: list[News]) -> None:
         self.failure = error
         self._ready = False
-        updates.extend(Update(request_id, error=error) for request_id in self._live)
+        news.extend((request_id, error) for request_id in self._live)
         self._live.clear()
 
-    def _expire(self, updates: list[Update]) -> None:
+    def _expire(self, news: list[News]) -> None:
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             if self.abort(request_id):
-                updates.append(Update(request_id, finish_reason="timeout"))
+                news.append((request_id, TokenEvent(request_id, (), (), FinishReason.TIMEOUT)))

@@ -4,26 +4,19 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import RequestError
+from depthbatch.common.errors import DepthbatchError, RequestError
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.engine_client import EngineClient, News
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, RequestOutput, Update
+from depthbatch.frontend.output import IndexedDelta, OutputAssembler, RequestOutput
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.prompts import Prompt, assembler_of, describe, encode_prompt, load_model_tokenizer
 
 Progress = Callable[[int, int], None]  # finished and total requests
-
-
-class IndexedDelta(NamedTuple):
-    """A piece of the output of the prompt at ``prompt_index``."""
-
-    prompt_index: int
-    delta: OutputDelta
 
 
 class LLM:
@@ -47,7 +40,7 @@ class LLM:
         return llm
 
     def _setup(self, config: EngineConfig, quiet: bool) -> None:
-        self._inboxes: dict[int, deque[Update]] = {}  # of live requests, one for each open run
+        self._inboxes: dict[int, deque[News]] = {}  # of live requests, one for each open run
         resolve_model_dir(config.model)  # a wrong name costs nothing
         self._grammars = GrammarChecker(lambda: host_of(config.model, self.info))
         self._client = EngineClient(config)
@@ -154,7 +147,7 @@ class LLM:
 
     def _run(self, encoded: list[list[int]], per_prompt: list[SamplingParams]) -> Iterator[IndexedDelta]:
         client, live = self._client, dict[int, tuple[int, OutputAssembler]]()
-        inbox = deque[Update]()
+        inbox = deque[News]()
         try:
             request_ids = client.submit_all(list(zip(encoded, per_prompt, strict=True)))
             for index, (request_id, ids, own) in enumerate(zip(request_ids, encoded, per_prompt, strict=True)):
@@ -164,17 +157,17 @@ class LLM:
                 if not inbox:
                     self._pump(1.0)
                     continue
-                update = inbox.popleft()
-                if update.request_id not in live:
+                request_id, event = inbox.popleft()
+                if request_id not in live:
                     continue  # what followed a stop string
-                index, assembler = live[update.request_id]
-                if update.error is not None:
-                    del live[update.request_id]
-                    raise update.error
-                delta = assembler.push(update)
+                index, assembler = live[request_id]
+                if isinstance(event, DepthbatchError):
+                    del live[request_id]
+                    raise event
+                delta = assembler.push(event)
                 if delta.finish_reason is not None:
-                    del live[update.request_id], self._inboxes[update.request_id]
-                    client.abort(update.request_id)  # still live only after a stop string
+                    del live[request_id], self._inboxes[request_id]
+                    client.abort(request_id)  # still live only after a stop string
                 yield IndexedDelta(index, delta)
         finally:
             for request_id in live:
@@ -186,10 +179,10 @@ class LLM:
         ``stats`` and ``health`` pump too.
         """
         self._client.wait(timeout_s)
-        for update in self._client.poll():
-            inbox = self._inboxes.get(update.request_id)
+        for news in self._client.poll():
+            inbox = self._inboxes.get(news[0])
             if inbox is not None:
-                inbox.append(update)
+                inbox.append(news)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

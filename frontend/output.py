@@ -1,42 +1,24 @@
-"""What users get back, and how a request's token updates become it: text, ids, depths, one finish reason."""
+"""What users get back, and how a request's token events become it: text, ids, depths, one finish reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from depthbatch.common.messages import FinishReason, TokenEvent
 from depthbatch.frontend.detokenizer import Detokenizer, StopChecker
 from depthbatch.frontend.logprobs import TokenLogprobs, read_scores
 
 
-class Update(NamedTuple):
-    """News of one request, in the order of its tokens. ``finish_reason`` or ``error`` is set on the last one."""
+class Growing:
+    """A request's output, whole or in part, to which a later part can be added."""
 
-    request_id: int
-    token_ids: Sequence[int] = ()
-    exit_depths: Sequence[int] = ()
-    finish_reason: str | None = None  # "stop", "length", "abort", "timeout"
-    stop_reason: int | None = None  # the stop token id
-    error: Exception | None = None  # RequestError or EngineDeadError: the request has failed
-    logprobs: bytes = b""  # scores of the tokens, one row each (common.frames)
-    prompt_logprobs: bytes = b""  # scores of all prompt tokens but the first, with the first output token
-
-    @property
-    def is_last(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
-
-@dataclass
-class OutputDelta:
-    """What is new since the last delta of this request."""
-
-    request_id: str
     text: str
     token_ids: list[int]
-    exit_depths: list[int]  # loops of each new token
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop token id or stop string
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a new token, if asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, once
+    exit_depths: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
 
     def append(self, later: "OutputDelta") -> None:
         self.text += later.text
@@ -47,6 +29,27 @@ class OutputDelta:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
+@dataclass
+class OutputDelta(Growing):
+    """What is new since the last delta of this request."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    exit_depths: list[int]  # loops of each new token
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a new token, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, once
+
+
+class IndexedDelta(NamedTuple):
+    """A piece of the output of the request at ``prompt_index`` of those that were submitted together."""
+
+    prompt_index: int
+    delta: OutputDelta
+
+
 def mean_decode_depth(exit_depths: Sequence[int]) -> float | None:
     """Mean loops of a request's tokens but the first, which prefill runs at full depth; None when there is no other."""
     decoded = exit_depths[1:]
@@ -54,7 +57,7 @@ def mean_decode_depth(exit_depths: Sequence[int]) -> float | None:
 
 
 @dataclass
-class RequestOutput:
+class RequestOutput(Growing):
     """A finished request."""
 
     prompt: str | None  # None when the prompt was token ids
@@ -62,7 +65,7 @@ class RequestOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     exit_depths: list[int] = field(default_factory=list)  # one a token; the first, from prefill, is r_max
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, likewise
@@ -71,14 +74,6 @@ class RequestOutput:
     def mean_exit_depth(self) -> float | None:
         """Mean depth of the decode tokens (the first comes from prefill); None when there is none."""
         return mean_decode_depth(self.exit_depths)
-
-    def append(self, delta: OutputDelta) -> None:
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.exit_depths += delta.exit_depths
-        self.logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 class Scoring(NamedTuple):
@@ -93,7 +88,7 @@ NO_SCORING = Scoring(None, None, ())
 
 
 class OutputAssembler:
-    """One request's way from token updates to deltas. After a delta with a finish reason it takes no more."""
+    """One request's way from token events to deltas. After a delta with a finish reason it takes no more."""
 
     def __init__(
         self,
@@ -108,33 +103,36 @@ class OutputAssembler:
         self._detokenizer = detokenizer
         self._checker = StopChecker(stop)
         self._min_tokens = min_tokens
-        self._count = 0
+        self._count = 0  # tokens so far
 
-    def push(self, update: Update) -> OutputDelta:
-        """The delta of one update (which carries no error). A stop string ends it early with reason "stop"."""
+    def push(self, event: TokenEvent) -> OutputDelta:
+        """The delta of one event. A stop string ends it early with reason STOP."""
         delta = OutputDelta(self._request_id, "", [], [])
-        hidden = update.stop_reason if update.finish_reason == "stop" else None  # a stop token's text is not shown
-        last = len(update.token_ids) - 1
-        scoring, scored = self._scoring, list[TokenLogprobs]()
-        if scoring.prompt is not None and update.prompt_logprobs:
-            delta.prompt_logprobs = read_scores(update.prompt_logprobs, scoring.prompt_ids[1:], scoring.prompt)
-        if scoring.output is not None:
-            scored = read_scores(update.logprobs, update.token_ids, scoring.output)
-        for i, (token, depth) in enumerate(zip(update.token_ids, update.exit_depths, strict=True)):
+        self._read_scores(event, delta)
+        hidden = event.stop_reason if event.finish_reason is FinishReason.STOP else None  # its text is not shown
+        last = len(event.token_ids) - 1
+        for i, (token, depth) in enumerate(zip(event.token_ids, event.exit_depths, strict=True)):
             self._count += 1
             delta.token_ids.append(token)
             delta.exit_depths.append(depth)
-            delta.logprobs += scored[i : i + 1]
             if self._detokenizer is None or (i == last and token == hidden):
                 continue
             if self._show(delta, self._detokenizer.push((token,))):
+                del delta.logprobs[len(delta.token_ids) :]
                 return delta
-        if update.finish_reason is not None:
+        if event.finish_reason is not None:
             if self._detokenizer is not None and self._show(delta, self._detokenizer.finish()):
                 return delta
             delta.text += self._checker.finish()
-            delta.finish_reason, delta.stop_reason = update.finish_reason, update.stop_reason
+            delta.finish_reason, delta.stop_reason = event.finish_reason, event.stop_reason
         return delta
+
+    def _read_scores(self, event: TokenEvent, delta: OutputDelta) -> None:
+        scoring = self._scoring
+        if scoring.prompt is not None and event.prompt_logprobs:
+            delta.prompt_logprobs = read_scores(event.prompt_logprobs, scoring.prompt_ids[1:], scoring.prompt)
+        if scoring.output is not None:
+            delta.logprobs = read_scores(event.logprobs, event.token_ids, scoring.output)
 
     def _show(self, delta: OutputDelta, text: str) -> bool:
         """Adds text to the delta; True when it completed a stop string."""
@@ -142,5 +140,5 @@ class OutputAssembler:
         delta.text += shown
         if stop is None:
             return False
-        delta.finish_reason, delta.stop_reason = "stop", stop
+        delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
         return True

@@ -32,8 +32,7 @@ def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer |
     argument when it is of another type."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params must be a SamplingParams, not {repr(params)[:80]}", "params")
-    if tokenizer is None and params.stop:
-        raise RequestError("stop: this model has no tokenizer, so there is no text to search", "stop")
+    check_stop(params, tokenizer)
     if not isinstance(prompt, str):
         try:
             return [operator.index(token) for token in prompt]
@@ -44,10 +43,16 @@ def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer |
     return tokenizer.encode(prompt)
 
 
+def check_stop(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    """Raises RequestError for stop strings where there is no text."""
+    if tokenizer is None and params.stop:
+        raise RequestError("stop: this model has no tokenizer, so there is no text to search", "stop")
+
+
 def assembler_of(
     name: str, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
 ) -> OutputAssembler:
-    """What turns the token updates of one request into its deltas, which carry ``name``."""
+    """What turns the token events of one request into its deltas, which carry ``name``."""
     detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
     scoring = Scoring(params.logprobs, params.prompt_logprobs, prompt_ids)
     return OutputAssembler(name, detokenizer, params.stop, params.min_tokens, scoring)

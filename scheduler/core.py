@@ -11,7 +11,17 @@ import numpy as np
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import Int32Array, Stage
-from depthbatch.common.messages import PLAIN, Rejected, StageBatch, StageExtra, StageResult, Submit, TokenEvent, Variant
+from depthbatch.common.messages import (
+    PLAIN,
+    FinishReason,
+    Rejected,
+    StageBatch,
+    StageExtra,
+    StageResult,
+    Submit,
+    TokenEvent,
+    Variant,
+)
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.config import SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
@@ -85,7 +95,7 @@ class Scheduler:
         if request is None:
             return False
         self._detach(request)
-        self._events.append(self._terminal(request, (), (), "abort"))
+        self._events.append(self._terminal(request, (), (), FinishReason.ABORT))
         self._check_when_idle()
         return True
 
@@ -376,7 +386,7 @@ class Scheduler:
             if row in failed:
                 dropped += 1
                 self._detach(request)
-                self._events.append(self._terminal(request, (), (), "error", failure=failed[row]))
+                self._events.append(self._terminal(request, (), (), FinishReason.ERROR, failure=failed[row]))
                 continue
             output = request.output
             output.append(token)
@@ -395,25 +405,25 @@ class Scheduler:
         pairs = zip(step.requests, step.depths, strict=True)
         self.counters.depths(step.depths if None not in step.requests else tuple([d for r, d in pairs if r]))
 
-    def _finish(self, request: Request, token: int, depth: int, reason: str, logprobs_row: bytes) -> None:
+    def _finish(self, request: Request, token: int, depth: int, reason: FinishReason, logprobs_row: bytes) -> None:
         if request.state is State.ACTIVE:  # a stop token: what was dispatched since is wasted
             self.counters.lookahead_wasted_steps += self._in_flight.steps_with(request.slot)
         self._detach(request)
         self._events.append(self._terminal(request, (token,), (depth,), reason, logprobs_row))
 
-    def _finish_reason(self, request: Request) -> str | None:
+    def _finish_reason(self, request: Request) -> FinishReason | None:
         """Why the request ends with its last known token."""
         output = request.output
         if output and output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
-            return "stop"
-        return "length" if len(output) >= request.limit else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(output) >= request.limit else None
 
     def _terminal(
         self,
         request: Request,
         tokens: tuple[int, ...],
         depths: tuple[int, ...],
-        reason: str,
+        reason: FinishReason,
         logprobs_row: bytes = b"",
         failure: str = "",
     ) -> TokenEvent:
@@ -421,7 +431,7 @@ class Scheduler:
         request.state = State.DONE
         del self._requests[request.request_id]
         self.counters.finished(reason)
-        stop_reason = request.output[-1] if reason == "stop" else None
+        stop_reason = request.output[-1] if reason is FinishReason.STOP else None
         return TokenEvent(request.request_id, tokens, depths, reason, stop_reason, logprobs_row, failure=failure)
 
     # --- requests that leave their slot

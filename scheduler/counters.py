@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from depthbatch.common.frames import Stage
-from depthbatch.common.messages import StageResult
+from depthbatch.common.messages import FinishReason, StageResult
 from depthbatch.scheduler.requests import Request
 
 STAGES = tuple(Stage)
@@ -25,7 +25,7 @@ class Counters:
         self._depths = np.zeros(r_max + 1, np.int64)
         self._waits = [0] * (len(WAIT_BUCKETS_S) + 1)
         self._wait_sum_s = 0.0
-        self._finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
+        self._finished = Counter(dict.fromkeys((FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT), 0))
         self._rejected: Counter[str] = Counter()
         self.steps = 0  # stages completed
         self.prompt_tokens = 0
@@ -56,7 +56,7 @@ class Counters:
                 self._wait_sum_s += wait_s
                 request.arrived_s = None
 
-    def finished(self, reason: str) -> None:
+    def finished(self, reason: FinishReason) -> None:
         self._finished[reason] += 1
 
     def rejected(self, reason: str) -> None:
@@ -74,8 +74,8 @@ class Counters:
         }
         for reason, count in self._finished.items():
             out[f'request_success_total{{finished_reason="{reason}"}}'] = count
-        for reason, count in self._rejected.items():
-            out[f'admission_rejections_total{{reason="{reason}"}}'] = count
+        for cause, count in self._rejected.items():
+            out[f'admission_rejections_total{{reason="{cause}"}}'] = count
         sizes = np.arange(self._rows.shape[1])
         for stage in STAGES:
             label = f'{{stage="{stage.label}"}}'

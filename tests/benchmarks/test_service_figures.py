@@ -10,12 +10,12 @@ from depthbatch.common.errors import EngineDeadError
 
 SMALL = (
     "demo", "--serve-option=--device=simulated:h100-ouro-1.4b", "--concurrency", "1", "2", "--rounds", "2", "--requests",
-    "2", "--output-tokens", "4", "--streams", "40", "--stream-tokens", "3", "--capacity-requests", "16",
+    "2", "--output-tokens", "4", "--processor-streams", "8", "--processor-tokens", "48", "--streams", "40", "--stream-tokens", "3", "--capacity-requests", "16",
     "--overload-s", "0.5", "--max-num-seqs", "8",
 )  # fmt: skip
 
 
-def test_all_three_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_four_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not luck: a device of known speed gives about the same time a token by either API, every stream is told apart by
     its count of tokens, and the descriptors while the streams were open are one a stream more than before."""
     output = tmp_path / "figures.json"
@@ -25,6 +25,11 @@ def test_all_three_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for row in figures["added_latency"]:
         assert row["zmq_tpot_ms"] > 10 and len(row["added_ms_by_round"]) == 2  # 22 ms a token at full depth
         assert row["added_ms_per_token"] == pytest.approx(sum(row["added_ms_by_round"]) / 2)
+    used = figures["processor_time"]
+    assert len(used["us_per_token_by_round"]["http"]) == len(used["us_per_token_by_round"]["zmq"]) == 2
+    assert (
+        0 < used["http_us_per_token"] < 22_000
+    )  # the tokens of one stream are 22 ms apart: a frontend cannot use more
     assert figures["streams"]["lost_tokens"] == 0
     for burst in figures["streams"]["bursts"]:
         assert burst["complete"] == 40 and burst["tokens"] == burst["tokens_expected"] == 120 and not burst["failed"]

@@ -13,10 +13,10 @@ import numpy as np
 from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import Gate
 from depthbatch.common.grammar_host import GrammarHost
-from depthbatch.common.messages import EngineInfo
+from depthbatch.common.messages import EngineInfo, FinishReason, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.grammar import GrammarChecker
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring, Update
+from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer
 from fakes.chat_tokenizer import EOS_ID, VOCAB_SIZE
@@ -118,8 +118,7 @@ class FakeEngine:
                 await asyncio.sleep(0.005)
             for position in range(resolved.max_tokens):
                 await asyncio.sleep(self.step_s)
-                update = self._update(prompt, resolved, request_id, position)
-                delta = assembler.push(update)
+                delta = assembler.push(self._event(prompt, resolved, request_id, position))
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -129,9 +128,9 @@ class FakeEngine:
             self._aborts.discard(request_id)
             self._slots.release()
 
-    def _update(self, prompt: list[int], resolved: object, request_id: str, position: int) -> Update:
+    def _event(self, prompt: list[int], resolved: object, request_id: str, position: int) -> TokenEvent:
         if request_id in self._aborts:
-            return Update(0, finish_reason="abort")
+            return TokenEvent(0, (), (), FinishReason.ABORT)
         if self.fail_at == position:
             raise RuntimeError("the fake engine was told to fail here")
         seed = resolved.seed if resolved.temperature > 0 else 0
@@ -144,5 +143,6 @@ class FakeEngine:
         scores = fake_scores([token]) if resolved.logprobs else b""
         prompt_scores = fake_scores(prompt[1:]) if resolved.prompt_logprobs and position == 0 else b""
         stop = token in resolved.stop_token_ids and enough
-        reason = "stop" if stop else "length" if position + 1 == resolved.max_tokens else None
-        return Update(0, (token,), (depth,), reason, token if stop else None, None, scores, prompt_scores)
+        last = FinishReason.LENGTH if position + 1 == resolved.max_tokens else None
+        reason = FinishReason.STOP if stop else last
+        return TokenEvent(0, (token,), (depth,), reason, token if stop else None, scores, prompt_scores)

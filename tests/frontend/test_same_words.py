@@ -80,13 +80,13 @@ def test_a_seed_draws_the_same_by_every_way(frontend: RunningFrontend) -> None:
     """Bug: HTTP took a negative seed modulo 2**63, ZMQ and Python as its 64 bits. What reaches the scheduler is asked."""
     seeds = [-(2**63), -1, 0, 2**63 - 1, 2**63, 2**64 - 1]
     asked: list[int] = []
-    original = frontend.engine._client.submit
+    original = frontend.engine._client.submit_all
 
-    def spy(ids: Any, params: SamplingParams) -> int:
-        asked.append(frontend.engine._client.check(ids, params).seed)
-        return original(ids, params)
+    def spy(requests: Any) -> list[int]:
+        asked.extend(frontend.engine._client.check(ids, params).seed for ids, params in requests)
+        return original(requests)
 
-    frontend.engine._client.submit = spy  # type: ignore[method-assign]
+    frontend.engine._client.submit_all = spy  # type: ignore[method-assign]
     try:
         client = Client(f"ipc://{frontend.engine.run_dir}/api", LIMIT_S)
         for seed in seeds:
@@ -95,5 +95,5 @@ def test_a_seed_draws_the_same_by_every_way(frontend: RunningFrontend) -> None:
             list(client.generate([5], max_tokens=1, seed=seed))
         client.close()
     finally:
-        frontend.engine._client.submit = original  # type: ignore[method-assign]
+        frontend.engine._client.submit_all = original  # type: ignore[method-assign]
     assert asked == [seed % 2**64 for seed in seeds for _ in range(2)]

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from depthbatch.common.errors import ModelError, RequestError
+from depthbatch.common.messages import FinishReason, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.detokenizer import REPLACEMENT, Detokenizer, StopChecker, WindowDetokenizer
-from depthbatch.frontend.output import OutputAssembler, Update
+from depthbatch.frontend.output import OutputAssembler
 from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = ["Hello wörld", "안녕하세요 세계", "שלום", "🦜🏳️‍🌈 emoji 👩‍👩‍👧", "a\x00b\ufffdc", "mixed 한🦜é<|im_end|>"]
@@ -147,11 +148,13 @@ def test_stop_strings(text: str, stops: list[str], cuts: list[int]) -> None:
     assert (found is not None) == bool(ends)
 
 
-def assemble(tokenizer: Tokenizer, updates: list[Update], **options: object) -> tuple[str, list[int], object, object]:
+def assemble(
+    tokenizer: Tokenizer, events: list[TokenEvent], **options: object
+) -> tuple[str, list[int], object, object]:
     assembler = OutputAssembler("r", tokenizer.detokenizer(), **options)  # type: ignore[arg-type]
     text, ids, reason, stop = "", list[int](), None, None
-    for update in updates:
-        delta = assembler.push(update)
+    for event in events:
+        delta = assembler.push(event)
         text, ids = text + delta.text, ids + delta.token_ids
         reason, stop = delta.finish_reason, delta.stop_reason
         if reason is not None:
@@ -159,41 +162,41 @@ def assemble(tokenizer: Tokenizer, updates: list[Update], **options: object) -> 
     return text, ids, reason, stop
 
 
-def updates_of(tokenizer: Tokenizer, text: str, reason: str = "length", last: int | None = None) -> list[Update]:
+def events_of(tokenizer: Tokenizer, text: str, reason: str = "length", last: int | None = None) -> list[TokenEvent]:
     ids = tokenizer.encode(text) + ([] if last is None else [last])
-    updates = [Update(1, (token,), (4,)) for token in ids]
-    updates[-1] = updates[-1]._replace(finish_reason=reason, stop_reason=last)
-    return updates
+    events = [TokenEvent(1, (token,), (4,)) for token in ids]
+    events[-1] = TokenEvent(1, (ids[-1],), (4,), FinishReason(reason), last)
+    return events
 
 
 def test_stop_token_is_counted_but_not_shown() -> None:
     """Also when it is an ordinary, visible token."""
     tokenizer = TOKENIZERS["demo"]
     visible = tokenizer.encode("!")[0]
-    text, ids, reason, stop = assemble(tokenizer, updates_of(tokenizer, "42", "stop", visible))
+    text, ids, reason, stop = assemble(tokenizer, events_of(tokenizer, "42", "stop", visible))
     assert (text, reason, stop) == ("42", "stop", visible)
     assert ids[-1] == visible and len(ids) == 3
 
 
 def test_stop_string_ends_the_output() -> None:
-    """The ids end with the token that completed it: what came later in the same update does not exist."""
+    """The ids end with the token that completed it: what came later in the same event does not exist."""
     tokenizer = TOKENIZERS["demo"]
     ids = tokenizer.encode("one\ntwo")
-    text, shown, reason, stop = assemble(tokenizer, [Update(1, ids, (4,) * len(ids))], stop=["\n", "wo"])
+    text, shown, reason, stop = assemble(tokenizer, [TokenEvent(1, tuple(ids), (4,) * len(ids))], stop=["\n", "wo"])
     assert (text, reason, stop) == ("one", "stop", "\n")
     assert shown == ids[:4]
 
 
 def test_held_back_text_comes_out_at_the_end() -> None:
     tokenizer = TOKENIZERS["demo"]
-    assert assemble(tokenizer, updates_of(tokenizer, "abEN"), stop=["END"])[0] == "abEN"
-    assert assemble(tokenizer, updates_of(tokenizer, "ab한")[:-1], stop=["END"])[0] == "ab"  # two bytes of three
+    assert assemble(tokenizer, events_of(tokenizer, "abEN"), stop=["END"])[0] == "abEN"
+    assert assemble(tokenizer, events_of(tokenizer, "ab한")[:-1], stop=["END"])[0] == "ab"  # two bytes of three
 
 
 def test_min_tokens_delays_stop_strings() -> None:
     tokenizer = TOKENIZERS["demo"]
     for min_tokens, expected in ((0, ""), (1, ""), (2, "a"), (3, "aa"), (9, "aaa")):
-        assert assemble(tokenizer, updates_of(tokenizer, "aaa"), stop=["a"], min_tokens=min_tokens)[0] == expected
+        assert assemble(tokenizer, events_of(tokenizer, "aaa"), stop=["a"], min_tokens=min_tokens)[0] == expected
 
 
 # --- the tokenizer
