@@ -36,4 +36,4 @@ bench: setup
 # Every figure of the paper that concerns scheduling, against ours: benchmarks/results/paper/README.md; 8.5 minutes of CPU.
 bench-paper: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
-	$(PY) -m depthbatch.benchmarks.paper_report --fresh
+	$(PY) -m depthbatch bench paper --fresh

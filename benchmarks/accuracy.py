@@ -66,10 +66,10 @@ def run_accuracy(args: argparse.Namespace) -> int:
     print(tables(report), file=sys.stderr)
     write_json(report, args.output)
     if args.figures is not None:
-        from depthbatch.benchmarks.accuracy_figures import draw_figures
+        from depthbatch.benchmarks.figures import draw_accuracy
 
         args.figures.mkdir(parents=True, exist_ok=True)
-        draw_figures(report, args.figures)
+        draw_accuracy(report, args.figures)
     return 0
 
 

@@ -1,14 +1,21 @@
-"""Pictures of benchmark results (matplotlib, an optional dependency): lines over an axis, one panel a value.
+"""All pictures of benchmark results (matplotlib, an optional dependency): of sweeps, of their inputs, of accuracy.
 
-A figure is a map: ``file``, ``x``, ``y``, ``lines``, and optionally ``panels``, ``bounds`` (more keys of the rows, drawn
-dashed), ``log_x``, ``log_y``, ``x_label``, ``y_label``, ``y_max``. ``x``, ``lines`` and ``panels`` are axes of the sweep.
+A sweep's figure is a map: ``file``, ``x``, ``y``, ``lines``, and optionally ``panels``, ``bounds`` (more keys of the rows,
+drawn dashed), ``log_x``, ``log_y``, ``x_label``, ``y_label``, ``y_max``. ``lines`` and ``panels`` are axes of the sweep, ``x``
+is an axis or a key of the rows, ``y`` a key of the rows.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from depthbatch.benchmarks.sources import load_workload
+from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, LENGTH_LAWS, OURO_EXITS
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import Stage
+from depthbatch.worker.device_profile import DeviceProfile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +32,16 @@ _LABELS = {
     "rate": "requests/s",
     "k_share": "K / W",
 }
-# a fixed place in the colour cycle for each policy, so that pictures can be compared
+# a fixed place in the colour cycle for each policy and gate, so that pictures can be compared
 _COLOURS = {"cb": "0.35", "no-refill": "tab:orange", "refill": "tab:blue", "auto": "tab:green"}
+_GATE_COLOURS = {
+    "own": "tab:blue",
+    "delayed": "tab:cyan",
+    "lookahead": "tab:green",
+    "preloop": "tab:red",
+    "convergence": "tab:purple",
+}
+_PICTURE_REQUESTS = 20_000
 _OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:cyan", "tab:olive", "k", "y")
 
 
@@ -66,7 +81,8 @@ def draw(rows: Sequence[Row], figure: Mapping[str, Any], title: str, path: Path)
 
 
 def _draw_panel(ax: "Axes", rows: Sequence[Row], figure: Mapping[str, Any]) -> None:
-    x_axis, line_axis = f"axis_{figure['x']}", f"axis_{figure['lines']}"
+    line_axis = f"axis_{figure['lines']}"
+    x_axis = f"axis_{figure['x']}" if f"axis_{figure['x']}" in rows[0] else figure["x"]
     others = iter(_OTHER_COLOURS)
     for line in _values(rows, figure["lines"]):
         colour = _COLOURS[line] if line in _COLOURS else next(others)
@@ -98,3 +114,155 @@ def _last_line(rows: Sequence[Row], line_axis: str) -> Any:
 def _values(rows: Sequence[Row], axis: str) -> list[Any]:
     """Values of an axis in the order of the rows."""
     return list(dict.fromkeys(row[f"axis_{axis}"] for row in rows))
+
+
+# --- inputs of sweeps: step latency (paper, figures 4 and 9), lengths (10), exit depths (11)
+
+
+def draw_step_latency(profiles: Sequence[DeviceProfile], path: Path) -> None:
+    """t(B) of a core step at several context lengths."""
+    plt = import_pyplot()
+    canvas, axes = plt.subplots(
+        1, len(profiles), figsize=(4.6 * len(profiles), 3.6), squeeze=False, layout="constrained"
+    )
+    batches = np.unique(np.logspace(0, 9, 60, base=2).astype(int))
+    for ax, profile in zip(axes[0], profiles, strict=True):
+        for number, context in enumerate((128, 512, 2048, 8192)):
+            times = [1e3 * profile.stage_seconds(Stage.CORE, int(b), int(b) * context) for b in batches]
+            saturation = profile.core.delta_ms / (profile.core.gamma_ms + profile.core.alpha_ms * context)
+            ax.plot(batches, times, color=f"C{number}", label=f"L = {context}, B* = {saturation:.0f}")
+            ax.plot([saturation], [2 * profile.core.delta_ms], "|", color=f"C{number}", markersize=12)
+        ax.axhline(profile.core.delta_ms, linestyle=":", color="0.4")
+        ax.set(xscale="log", yscale="log", xlabel="batch size", title=profile.name)
+        ax.legend(fontsize=8)
+        ax.grid(alpha=0.3)
+    axes[0][0].set_ylabel("core step (ms)")
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)
+
+
+def draw_lengths(path: Path) -> None:
+    """Empirical CDFs of prompt and output tokens."""
+    plt = import_pyplot()
+    canvas, axes = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
+    for name in LENGTH_LAWS:
+        requests = load_workload(name, _PICTURE_REQUESTS, {}, 4).requests
+        for ax, values in zip(
+            axes, ([r.prompt_tokens for r in requests], [r.output_tokens for r in requests]), strict=True
+        ):
+            ax.plot(np.sort(values), np.linspace(0, 1, len(values)), label=f"{name}, mean {np.mean(values):.0f}")
+    for ax, label in zip(axes, ("prompt tokens", "output tokens"), strict=True):
+        ax.set(xscale="log", xlabel=label, ylabel="share of requests")
+        ax.legend(fontsize=8)
+        ax.grid(alpha=0.3)
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)
+
+
+def draw_exits(path: Path) -> None:
+    """Share of tokens by depth and threshold."""
+    plt = import_pyplot()
+    canvas, axes = plt.subplots(1, 2, figsize=(10.0, 3.4), layout="constrained", width_ratios=(1, 2.6))
+    tables = {
+        "Ouro": {f"q={q}": weights for q, weights in OURO_EXITS.items()},
+        "Huginn": {f"q={q}": w for q, w in HUGINN_EXITS.items()} | {"wide": HUGINN_WIDE},
+    }
+    for ax, (model, table), r_max in zip(axes, tables.items(), (4, 16), strict=True):
+        grid = np.array([[weights.get(d, 0.0) for d in range(1, r_max + 1)] for weights in table.values()])
+        ax.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        for (row, column), value in np.ndenumerate(grid):
+            if value:
+                ax.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color="k" if value < 0.6 else "w"
+                )
+        ax.set(title=model, xlabel="exit depth", xticks=range(r_max), yticks=range(len(table)))
+        ax.set_xticklabels(range(1, r_max + 1))
+        ax.set_yticklabels(list(table))
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)
+
+
+# --- accuracy
+
+
+def draw_accuracy(report: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Accuracy against depth like the paper's Figure 14, ``accuracy-MODEL.png``, and exits by difficulty class,
+    ``exits-MODEL.png``, of a report of ``bench accuracy``; returns their paths. Raises ConfigError."""
+    plt = import_pyplot()
+    paths = [directory / f"{kind}-{report['model']}.png" for kind in ("accuracy", "exits")]
+    gated = report["by_threshold"]
+    canvas, axes = plt.subplots(1, 3, figsize=(13.5, 3.9), layout="constrained")
+    _frontier(axes[0], report["by_fixed_depth"], gated)
+    _depth_by_threshold(axes[1], gated)
+    shown = "own" if any(row["gate"] == "own" for row in gated) else None
+    rows = [row for row in gated if row["gate"] == shown]
+    _distributions(axes[2], plt, [(f"{row['threshold']:g}", row["histogram"]) for row in rows], report["r_max"])
+    axes[2].set_title(f"exit depths of gate {shown}" if shown else "no gate", fontsize=10)
+    axes[2].set_xlabel("threshold")
+    canvas.suptitle(f"{report['model']}: {report['examples']} held-out questions, greedy, exact match", fontsize=11)
+    canvas.savefig(paths[0], dpi=110)
+    plt.close(canvas)
+
+    setting = report["by_class_setting"]
+    canvas, ax = plt.subplots(figsize=(6.5, 3.9), layout="constrained")
+    classes = [
+        (f"{row['class']}\n{100 * row['accuracy']:.1f} %\n{row['mean_depth']:.2f} loops", row["histogram"])
+        for row in report["by_class"]
+    ]
+    _distributions(ax, plt, classes, report["r_max"])
+    at = "" if setting["threshold"] is None else f" at threshold {setting['threshold']:g}"
+    ax.set_title(f"{report['model']}: exit depths by class, gate {setting['gate']}{at}", fontsize=10)
+    canvas.savefig(paths[1], dpi=110)
+    plt.close(canvas)
+    return paths
+
+
+def _gates(gated: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["gate"] for row in gated))
+
+
+def _frontier(ax: "Axes", fixed: Sequence[Row], gated: Sequence[Row]) -> None:
+    ax.plot(
+        [row["depth"] for row in fixed],
+        [100 * row["accuracy"] for row in fixed],
+        "o--",
+        color="0.35",
+        label="fixed depth",
+        markersize=4,
+    )
+    for gate in _gates(gated):
+        rows = sorted((row for row in gated if row["gate"] == gate), key=lambda row: row["mean_depth"])
+        xs, ys = [row["mean_depth"] for row in rows], [100 * row["accuracy"] for row in rows]
+        ax.plot(xs, ys, "o-", color=_GATE_COLOURS[gate], label=gate, markersize=3.5)
+    ax.set_title("accuracy against depth", fontsize=10)
+    ax.set_xlabel("mean depth of decode tokens (loops)")
+    ax.set_ylabel("exact match (%)")
+    ax.legend(fontsize=8)
+    ax.grid(alpha=0.3)
+
+
+def _depth_by_threshold(ax: "Axes", gated: Sequence[Row]) -> None:
+    for gate in _gates(gated):
+        rows = [row for row in gated if row["gate"] == gate]
+        xs, ys = [row["threshold"] for row in rows], [row["mean_depth"] for row in rows]
+        ax.plot(xs, ys, "o-", color=_GATE_COLOURS[gate], label=gate, markersize=3.5)
+    ax.set_title("mean depth by threshold", fontsize=10)
+    ax.set_xlabel("threshold")
+    ax.set_ylabel("mean depth (loops)")
+    ax.grid(alpha=0.3)
+
+
+def _distributions(ax: "Axes", plt: Any, bars: Sequence[tuple[str, Mapping[int, int]]], r_max: int) -> None:
+    """Stacked bars of the share of tokens at every depth; deep is dark."""
+    bottom = [0.0] * len(bars)
+    names = [name for name, _ in bars]
+    for depth in range(1, r_max + 1):
+        shares = [100 * counts.get(depth, 0) / max(1, sum(counts.values())) for _, counts in bars]
+        if any(shares):
+            colour = plt.get_cmap("viridis_r")((depth - 1) / max(1, r_max - 1))
+            ax.bar(names, shares, bottom=bottom, color=colour, label=str(depth))
+            bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    ax.set_ylabel("decode tokens (%)")
+    ax.tick_params(axis="x", labelsize=8, rotation=45 if len(bars) > 8 else 0)
+    if bars:
+        ax.legend(title="depth", fontsize=7, title_fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

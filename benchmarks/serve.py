@@ -17,11 +17,11 @@ import numpy as np
 import zmq
 from tqdm import tqdm
 
-from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.http_stream import Endpoint, Piece, ServerError
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.serve_metrics import RequestTimes, parse_goodput, summarise
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
+from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.benchmarks.zmq_stream import NativeClient
 from depthbatch.common.errors import ConfigError

@@ -26,11 +26,11 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.http_stream import Endpoint
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.serve import OpenAIClient, send_all
 from depthbatch.benchmarks.serve_metrics import RequestTimes
+from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.benchmarks.zmq_stream import NativeClient
 from depthbatch.common.errors import EngineDeadError

@@ -6,19 +6,23 @@ core costs in real time is measured beside it (``scheduler_us_per_stage``).
 """
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from depthbatch.benchmarks.record import STAGES, Record, decode_speedup, print_table, write_json
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
-from depthbatch.benchmarks.trace import blank_result, virtual_engine
+from depthbatch.benchmarks.trace import (
+    add_scheduling_arguments,
+    blank_result,
+    scheduling_options,
+    virtual_engine,
+)
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
@@ -30,18 +34,13 @@ from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile
 
-_LABELS = tuple(stage.label for stage in Stage)
-
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench simulate``."""
     add_workload_arguments(parser)
     parser.add_argument("--profile", required=True, help="device profile: a file, or the name of a shipped one")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be given several times")
-    parser.add_argument("--w", type=int, default=64, help="most active sequences")
-    parser.add_argument("--m", type=int, default=8192, help="most prompt tokens in one prefill batch")
-    parser.add_argument("--k", type=int, default=None, help="minimum coda batch under refill (default by model)")
-    parser.add_argument("--s", type=int, default=None, help="free slots a prefill waits for (default max(1, W // 8))")
+    add_scheduling_arguments(parser)
     parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
     parser.add_argument("--preemption", choices=PREEMPTION, default="recompute")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="off")
@@ -59,25 +58,17 @@ def run_simulate(args: argparse.Namespace) -> int:
     policies = ["cb", *(policy for policy in asked if policy != "cb")]
     runs = [simulate(workload, profile, _config(args, policy, workload, profile)) for policy in policies]
     reports = [report(run, runs[0], profile, workload) for run in runs]
-    _print_table(reports)
-    result = reports if len(asked) > 1 else reports[-1]
-    text = json.dumps(result, indent=2) + "\n"
-    if args.output is None:
-        sys.stdout.write(text)
-    else:
-        Path(args.output).write_text(text)
+    print_table(reports)
+    write_json([line.as_json() for line in reports] if len(asked) > 1 else reports[-1].as_json(), args.output)
     return 0
 
 
 def _config(args: argparse.Namespace, policy: str, workload: Workload, profile: DeviceProfile) -> SchedulerConfig:
     options = EngineConfig(
         policy=policy,
-        max_num_seqs=args.w,
-        max_num_batched_tokens=args.m,
-        min_free_slots=args.s,
-        min_coda_batch=args.k if policy == "refill" else None,
         preemption=args.preemption,
         async_scheduling=args.async_scheduling,
+        **scheduling_options(args, args.k if policy == "refill" else None),
     )
     info = virtual_engine(workload, args.w, profile.r_max, args.kv_blocks, profile.boundary_layers)
     return SchedulerConfig.resolve(options, info)
@@ -89,9 +80,9 @@ class Run:
 
     config: SchedulerConfig
     duration_s: float = 0.0
-    busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_LABELS, 0.0))
-    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LABELS, 0))
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LABELS, 0))
+    busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
     context_tokens: int = 0  # read by core steps
     prompt_tokens: int = 0  # prefilled, recomputation included
     tokens: int = 0  # generated
@@ -169,6 +160,13 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
     return run
 
 
+def run_policy(profile: DeviceProfile, workload: Workload, w: int, **options: Any) -> Run:
+    """A run at width ``w`` under engine options (policy, min_coda_batch, ...), with KV memory that never binds."""
+    config = EngineConfig(**{"preemption": "off", "async_scheduling": "off"} | options | {"max_num_seqs": w})
+    info = virtual_engine(workload, w, profile.r_max, None, profile.boundary_layers)
+    return simulate(workload, profile, SchedulerConfig.resolve(config, info), progress=False)
+
+
 def _book(run: Run, stage: ScheduledStage, profile: DeviceProfile) -> float:
     """Counts a stage; returns its seconds."""
     header = stage.header
@@ -186,47 +184,45 @@ def _book(run: Run, stage: ScheduledStage, profile: DeviceProfile) -> float:
     return seconds
 
 
-def report(run: Run, baseline: Run, profile: DeviceProfile, workload: Workload) -> dict[str, Any]:
-    """The keys of interfaces.md. ``baseline`` is cb on the same workload: relative_to_cb and the prefill share of
-    s_e2e are its (a is the part of cb's time that early exits cannot shorten; paper eq. 2)."""
+@dataclass
+class SimulatedRecord(Record):
+    """A record in virtual time, beside what the hardware could do at most. ``k`` is the scheduler's K under any policy."""
+
+    profile: str = ""
+    bound_tokens_per_s: float = 0.0
+    of_bound: float = 0.0
+
+
+def report(run: Run, baseline: Run, profile: DeviceProfile, workload: Workload) -> SimulatedRecord:
+    """The record of a run. ``baseline`` is cb on the same workload."""
+    record = record_run(run, profile, workload)
+    record.compare_with(record_run(baseline, profile, workload))
+    return record
+
+
+def record_run(run: Run, profile: DeviceProfile, workload: Workload) -> SimulatedRecord:
+    """The record of a run, not compared with any other yet."""
     busy = sum(run.busy_s.values())
-    s_dec = decode_speedup(profile, run.mean_depth)
-    prefill_share = baseline.busy_s["prefill"] / sum(baseline.busy_s.values())
-    s_e2e = 1.0 / (prefill_share + (1.0 - prefill_share) / s_dec)
-    relative = run.tokens_per_s / baseline.tokens_per_s
     bound = hardware_bound(run, profile, workload)
-    return {
-        "policy": run.config.policy,
-        "w": run.config.max_num_seqs,
-        "k": run.config.min_coda_batch,
-        "profile": profile.name,
-        "tokens_per_s": run.tokens_per_s,
-        "cb_tokens_per_s": baseline.tokens_per_s,
-        "relative_to_cb": relative,
-        "s_dec": s_dec,
-        "s_e2e": s_e2e,
-        "realized": relative / s_e2e,
-        "bound_tokens_per_s": bound,
-        "of_bound": run.tokens_per_s / bound,
-        "prefill_share": run.busy_s["prefill"] / busy,
-        "idle_share": max(0.0, 1.0 - busy / run.duration_s),
-        "mean_depth": run.mean_depth,
-        "mean_batch": {label: run.rows[label] / run.steps[label] if run.steps[label] else 0.0 for label in _LABELS},
-        "stage_steps": run.steps,
-        "scheduler_us_per_stage": {
-            "p50": float(np.percentile(run.scheduler_us, 50)),
-            "p99": float(np.percentile(run.scheduler_us, 99)),
-        },
-        "requests_finished": run.finished,
-        "preemptions": run.preemptions,
-        "duration_s": run.duration_s,
-    }
-
-
-def decode_speedup(profile: DeviceProfile, mean_depth: float) -> float:
-    """S_dec = (F0 + r_max Fr) / (F0 + d Fr), paper eq. 1."""
-    boundary, core = profile.flops.boundary, profile.flops.core
-    return (boundary + profile.r_max * core) / (boundary + mean_depth * core)
+    return SimulatedRecord(
+        policy=run.config.policy,
+        w=run.config.max_num_seqs,
+        k=run.config.min_coda_batch,
+        tokens_per_s=run.tokens_per_s,
+        prefill_share=run.busy_s["prefill"] / busy,
+        idle_share=max(0.0, 1.0 - busy / run.duration_s),
+        mean_depth=run.mean_depth,
+        s_dec=decode_speedup(profile.flops, profile.r_max, run.mean_depth),
+        mean_batch={label: run.rows[label] / run.steps[label] if run.steps[label] else 0.0 for label in STAGES},
+        stage_steps=run.steps,
+        scheduler_us_per_stage={f"p{q}": float(np.percentile(run.scheduler_us, q)) for q in (50, 99)},
+        requests_finished=run.finished,
+        preemptions=run.preemptions,
+        duration_s=run.duration_s,
+        profile=profile.name,
+        bound_tokens_per_s=bound,
+        of_bound=run.tokens_per_s / bound,
+    )
 
 
 def hardware_bound(run: Run, profile: DeviceProfile, workload: Workload) -> float:
@@ -246,16 +242,3 @@ def hardware_bound(run: Run, profile: DeviceProfile, workload: Workload) -> floa
         + prefill.gamma_ms * prompt_tokens
     )
     return run.tokens / (1e-3 * milliseconds)
-
-
-def _print_table(reports: list[dict[str, Any]]) -> None:
-    print(
-        f"{'policy':>10} {'k':>4} {'tok/s':>9} {'x cb':>6} {'realized':>8} {'of bound':>8} {'core B':>7}",
-        file=sys.stderr,
-    )
-    for line in reports:
-        print(
-            f"{line['policy']:>10} {line['k']:>4} {line['tokens_per_s']:>9.0f} {line['relative_to_cb']:>6.3f} "
-            f"{line['realized']:>8.3f} {line['of_bound']:>8.3f} {line['mean_batch']['core']:>7.1f}",
-            file=sys.stderr,
-        )

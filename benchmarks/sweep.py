@@ -19,37 +19,42 @@ run, and figures over the results::
     lines = "policy"
     panels = "workload"
 
-Each group of settings that differ in the policy alone gets one run of ``cb``, which is in the results too.
+Policies: those of the engine, ``refill:K`` with a number or a share of W (``refill:3W/4``), ``auto:OBJECTIVE``. Targets
+(``ttft_target_ms``, ``itl_target_ms``) are the objectives' and add percentiles and goodput to all rows. Each group of
+settings that differ in the policy alone gets one run of ``cb``, which is in the results too.
 """
 
 import argparse
 import itertools
 import json
+import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from depthbatch.benchmarks.arrivals import arrival_times
-from depthbatch.benchmarks.simulate import Run, report, simulate
-from depthbatch.benchmarks.sources import load_workload
+from depthbatch.benchmarks.figures import draw
+from depthbatch.benchmarks.made_up_profiles import is_made_up, profile_by_name, relative_exits
+from depthbatch.benchmarks.simulate import Run, SimulatedRecord, record_run, run_policy
+from depthbatch.benchmarks.sources import load_workload, with_arrivals
+from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
+from depthbatch.benchmarks.tables import auto_table, table
 from depthbatch.benchmarks.throughput import BASELINE, PolicyChoice
-from depthbatch.benchmarks.trace import virtual_engine
 from depthbatch.benchmarks.workload import Workload
-from depthbatch.benchmarks.workloads import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
-from depthbatch.common.config import EngineConfig
+from depthbatch.common.config import OBJECTIVES, EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.worker.device_profile import DeviceProfile, LinearCost
-from depthbatch.worker.simulated import find_profile
 
+Row = dict[str, Any]
 RUNNERS = ("simulate", "throughput")
+SUMMARIES: dict[str, Callable[[Sequence[Row]], str]] = {"auto": auto_table}
+STEADY = "steady"
+_MEAN_OUTPUT = {"alpaca": 60, "sharegpt": 311, "arxiv": 370}  # tokens
 AXES: dict[str, Any] = {  # name -> value when the file does not give the axis
     "profile": None,
     "workload": "sharegpt",
@@ -62,9 +67,11 @@ AXES: dict[str, Any] = {  # name -> value when the file does not give the axis
     "rate": None,  # requests a second; None = all at once
     "boundary_layers": None,  # layers on each side of the core; None = the profile's
     "async_scheduling": "off",
+    "ttft_target_ms": None,
+    "itl_target_ms": None,
 }
-_KEYS = {"title", "runner", "requests", "seed", "axes", "figures", "paper", "w_by_workload"}
-Row = dict[str, Any]
+_TARGETS = ("ttft_target_ms", "itl_target_ms")
+_KEYS = {"title", "runner", "requests", "seed", "axes", "figures", "paper", "w_by_workload", "summary"}
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,23 +79,37 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE.toml", type=Path)
     parser.add_argument("--output-dir", metavar="DIR", type=Path, default=Path("."), help="for results and figures")
     parser.add_argument("--requests", type=int, default=None, help="overrides the file's")
+    parser.add_argument("--resume", action="store_true", help="keep rows in DIR/NAME.jsonl, and go on where it ends")
+    parser.add_argument("--again", metavar="POLICY", help="with --resume: run this policy's rows anew")
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Runs the product; writes NAME.json and the figures, prints the table as Markdown."""
-    from depthbatch.benchmarks.figures import draw
-
+    """Runs the product; writes NAME.json and the figures, prints the table or the file's summary as Markdown."""
     sweep = read_sweep(args.file)
+    if args.again is not None and not args.resume:
+        raise ConfigError("--again needs --resume")
     if args.requests is not None:
         sweep["requests"] = args.requests
-    rows = run_settings(sweep)
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    if args.resume:
+        rows = _resumed(sweep, args.output_dir / f"{args.file.stem}.jsonl", args.again)
+    else:
+        rows = run_settings(sweep)
     result = {"title": sweep["title"], "rows": rows}
     (args.output_dir / f"{args.file.stem}.json").write_text(json.dumps(result, indent=1) + "\n")
     for figure in sweep.get("figures", []):
         draw(rows, figure, sweep["title"], args.output_dir / figure["file"])
-    print(table(rows, sweep["axes"]))
+    print(SUMMARIES[sweep["summary"]](rows) if "summary" in sweep else table(rows, sweep["axes"]))
     return 0
+
+
+def _resumed(sweep: Mapping[str, Any], path: Path, again: str | None) -> list[Row]:
+    """Rows of an earlier run in ``path``, those of the policy ``again`` apart, and what is missing, added as it comes."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [row for row in map(json.loads, lines) if row["axis_policy"] != again]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    with path.open("a") as file:
+        return run_settings(sweep, kept, lambda row: print(json.dumps(row), file=file, flush=True))
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
@@ -111,6 +132,10 @@ def read_sweep(path: Path) -> dict[str, Any]:
             raise ConfigError(f"sweep {path}: axis {name!r} must be a list of values")
     if sweep.setdefault("runner", "simulate") not in RUNNERS:
         raise ConfigError(f"sweep {path}: runner {sweep['runner']!r} is not one of {', '.join(RUNNERS)}")
+    if sweep.get("summary", "auto") not in SUMMARIES:
+        raise ConfigError(f"sweep {path}: summary {sweep['summary']!r} is not one of {', '.join(SUMMARIES)}")
+    if len(sweep["axes"].keys() & set(_TARGETS)) == 1:
+        raise ConfigError(f"sweep {path}: {' and '.join(_TARGETS)} are given together")
     sweep.setdefault("title", path.stem)
     return sweep
 
@@ -126,18 +151,22 @@ def settings(sweep: Mapping[str, Any]) -> Iterator[Row]:
         yield setting
 
 
-def run_settings(sweep: Mapping[str, Any]) -> list[Row]:
-    """One row a setting, baselines first in each group."""
+def run_settings(
+    sweep: Mapping[str, Any], have: Sequence[Row] = (), note: Callable[[Row], object] = lambda row: None
+) -> list[Row]:
+    """One row a setting, baselines first in each group. Those in ``have`` are not run again; ``note`` is told of others."""
     runner = _Simulations(sweep) if sweep["runner"] == "simulate" else _Processes(sweep)
-    rows: list[Row] = []
-    seen: set[str] = set()
+    rows = list(have)
+    seen = {json.dumps({key: row[key] for key in row if key.startswith("axis_")}, sort_keys=True) for row in rows}
     for setting in tqdm(list(settings(sweep)), unit="setting", file=sys.stderr, mininterval=1.0):
         baseline = setting | {"policy": BASELINE, "k_share": None}
         for one in (baseline, setting):
-            key = json.dumps(one, sort_keys=True)
+            labels = _labels(one)
+            key = json.dumps(labels, sort_keys=True)
             if key not in seen:
                 seen.add(key)
-                rows.append(_labels(one) | runner.run(one))
+                rows.append(labels | runner.run(one))
+                note(rows[-1])
     return rows
 
 
@@ -147,14 +176,42 @@ def exit_weights(name: Any, profile: DeviceProfile) -> dict[int, float] | None:
         return None if name is None else parse_distribution(name)
     if name == "full":
         return {}
-    if name == "wide":
-        return HUGINN_WIDE
-    tables = OURO_EXITS if profile.r_max <= 4 else HUGINN_EXITS
-    try:
-        return tables[float(str(name).removeprefix("q="))]
-    except (KeyError, ValueError):
-        known = ", ".join(f"q={q}" for q in tables)
-        raise ConfigError(f"exits {name!r} is not full, wide, a map, or one of {known}") from None
+    if is_made_up(profile):
+        by_name = relative_exits(profile.r_max)
+    else:
+        by_name = {f"q={q}": weights for q, weights in (OURO_EXITS if profile.r_max <= 4 else HUGINN_EXITS).items()}
+        by_name["wide"] = HUGINN_WIDE
+    if name not in by_name:
+        raise ConfigError(f"exits {name!r} is not full, a map, or one of {', '.join(by_name)}")
+    return by_name[name]
+
+
+class Policy(NamedTuple):
+    """A policy with what a sweep file says with it."""
+
+    policy: str
+    k: int | None = None
+    objective: str = "throughput"
+
+    @classmethod
+    def parse(cls, text: str, w: int) -> "Policy":
+        """``auto:OBJECTIVE``, ``refill:3W/4`` for K = 3W/4, or what ``bench throughput`` takes. Raises ConfigError."""
+        name, _, detail = text.partition(":")
+        if name == "auto" and detail in OBJECTIVES:
+            return cls(name, objective=detail)
+        share = re.fullmatch(r"(\d*)W/([1-9]\d*)", detail)
+        if name == "refill" and share is not None:
+            return cls(name, max(1, round(int(share[1] or 1) * w / int(share[2]))))
+        return cls(*PolicyChoice.parse(text))
+
+
+def steady_requests(workload: str, w: int) -> int:
+    """So many that start and end do not rule the result: 1,250 output tokens a slot or 25,000, and 4 requests a slot."""
+    if workload not in _MEAN_OUTPUT:
+        raise ConfigError(
+            f"sweep: requests = {STEADY!r} needs a workload of {', '.join(_MEAN_OUTPUT)}, not {workload!r}"
+        )
+    return max(min(25_000, 1_250 * w) // _MEAN_OUTPUT[workload], 4 * w)
 
 
 def with_boundary_layers(profile: DeviceProfile, per_side: int, core_layers: int = 4) -> DeviceProfile:
@@ -173,41 +230,43 @@ def with_boundary_layers(profile: DeviceProfile, per_side: int, core_layers: int
 
 
 class _Runner:
-    """Workloads and profiles of settings."""
+    """Workloads, profiles and engine options of settings."""
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         self._requests = sweep.get("requests", 200)
         self._seed = sweep.get("seed", 0)
 
     def profile(self, setting: Row) -> DeviceProfile:
-        profile = find_profile(setting["profile"])
+        profile = profile_by_name(setting["profile"])
         layers = setting["boundary_layers"]
         return profile if layers is None else with_boundary_layers(profile, layers)
 
     def workload(self, setting: Row, profile: DeviceProfile) -> Workload:
-        name = setting["workload"]
-        n = self._requests.get(name, 200) if isinstance(self._requests, Mapping) else self._requests
+        name, n = setting["workload"], self._requests
+        if n == STEADY:
+            n = steady_requests(name, setting["w"])
+        elif isinstance(n, Mapping):
+            n = n.get(name, 200)
         exits = {} if setting["policy"] == BASELINE else exit_weights(setting["exits"], profile)
         workload = load_workload(name, n, exits, profile.r_max, self._seed)
-        if setting["rate"] is None:
-            return workload
-        arrivals = arrival_times(len(workload.requests), setting["rate"], seed=self._seed).tolist()
-        return Workload(tuple(replace(r, arrival_s=t) for r, t in zip(workload.requests, arrivals, strict=True)))
+        return workload if setting["rate"] is None else with_arrivals(workload, setting["rate"], self._seed)
 
-    def options(self, setting: Row, profile: DeviceProfile) -> EngineConfig:
-        choice = PolicyChoice.parse(setting["policy"])
+    def options(self, setting: Row) -> dict[str, Any]:
+        """Of the engine, W apart."""
+        choice = Policy.parse(setting["policy"], setting["w"])
         k = choice.k
         if setting["k_share"] is not None and choice.policy == "refill":
             k = max(1, round(setting["k_share"] * setting["w"]))
-        return EngineConfig(
-            policy=choice.policy,
-            max_num_seqs=setting["w"],
-            max_num_batched_tokens=setting["m"],
-            min_free_slots=setting["s"],
-            min_coda_batch=k,
-            async_scheduling=setting["async_scheduling"],
-            preemption="off",
-        )
+        targets = {name: setting[name] for name in _TARGETS} if choice.objective != "throughput" else {}
+        return targets | {
+            "policy": choice.policy,
+            "objective": choice.objective,
+            "max_num_batched_tokens": setting["m"],
+            "min_free_slots": setting["s"],
+            "min_coda_batch": k,
+            "async_scheduling": setting["async_scheduling"],
+            "preemption": "off",
+        }
 
 
 class _Simulations(_Runner):
@@ -215,28 +274,29 @@ class _Simulations(_Runner):
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         super().__init__(sweep)
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, tuple[SimulatedRecord, Row]] = {}
 
     def run(self, setting: Row) -> Row:
         profile = self.profile(setting)
-        baseline = self._simulate(setting | {"policy": BASELINE}, profile)
-        return self._figures(self._simulate(setting, profile), baseline, setting, profile)
+        baseline, _ = self._simulate(setting | {"policy": BASELINE}, profile)
+        record, latencies = self._simulate(setting, profile)
+        record.compare_with(baseline)
+        return record.as_json() | latencies
 
-    def _simulate(self, setting: Row, profile: DeviceProfile) -> Run:
+    def _simulate(self, setting: Row, profile: DeviceProfile) -> tuple[SimulatedRecord, Row]:
         if setting["policy"] != "refill":
             setting = setting | {"k_share": None}
         if setting["policy"] == BASELINE:
             setting = setting | {"exits": None}
         key = json.dumps(setting, sort_keys=True)
         if key not in self._runs:
-            workload, options = self.workload(setting, profile), self.options(setting, profile)
-            info = virtual_engine(workload, setting["w"], profile.r_max, None, profile.boundary_layers)
-            self._runs[key] = simulate(workload, profile, SchedulerConfig.resolve(options, info), progress=False)
+            workload = self.workload(setting, profile)
+            run = run_policy(profile, workload, setting["w"], **self.options(setting))
+            latencies = latency_figures(run, workload)
+            if setting["itl_target_ms"] is not None:
+                latencies |= target_figures(run, workload, *(setting[name] for name in _TARGETS))
+            self._runs[key] = record_run(run, profile, workload), latencies
         return self._runs[key]
-
-    def _figures(self, run: Run, baseline: Run, setting: Row, profile: DeviceProfile) -> Row:
-        workload = self.workload(setting, profile)
-        return report(run, baseline, profile, workload) | latency_figures(run, workload)
 
 
 class _Processes(_Runner):
@@ -252,7 +312,9 @@ class _Processes(_Runner):
         if setting["rate"] is not None or setting["boundary_layers"] is not None:
             raise ConfigError("sweep: rate and boundary_layers need runner 'simulate'")
         profile = self.profile(setting)
-        config = replace(self.options(setting, profile), device=f"simulated:{setting['profile']}")
+        config = EngineConfig(
+            device=f"simulated:{setting['profile']}", max_num_seqs=setting["w"], **self.options(setting)
+        )
         record = measure(config, self.workload(setting, profile), profile.flops)
         if setting["policy"] == BASELINE:
             self._baseline = record
@@ -273,22 +335,26 @@ def latency_figures(run: Run, workload: Workload) -> Row:
     }
 
 
+def target_figures(run: Run, workload: Workload, ttft_ms: float, itl_ms: float) -> Row:
+    """Tokens a second of requests within both targets, their share, and percentiles in ms. TTFT counts from arrival, ITL
+    between successive tokens of a request, a request's own ITL is its mean; all of the whole run."""
+    requests = workload.requests
+    ttft = 1e3 * np.array([run.first_token_s[i] - r.arrival_s for i, r in enumerate(requests)])
+    decode = 1e3 * np.array([run.last_token_s[i] - run.first_token_s[i] for i in range(len(requests))])
+    output = np.array([r.output_tokens for r in requests])
+    good = (ttft <= ttft_ms) & (decode <= itl_ms * (output - 1))
+    row: Row = {
+        "goodput_tokens_per_s": float(output[good].sum()) / run.duration_s,
+        "good_requests": float(good.mean()),
+    }
+    for name, values in (("ttft", ttft), ("itl", 1e3 * np.array(run.gaps_s))):
+        row |= {f"p{q:g}_{name}_ms": float(np.percentile(values, q)) for q in (50, 99, 99.9)}
+    return row
+
+
 def _labels(setting: Row) -> Row:
     """The axes of a row, so that figures find them under their own names."""
     label = setting["exits"]
     return {f"axis_{name}": value for name, value in setting.items()} | {
         "axis_exits": label if isinstance(label, str) or label is None else json.dumps(label)
     }
-
-
-def table(rows: Sequence[Row], axes: Mapping[str, Any]) -> str:
-    """Markdown: the axes that vary, and the main figures."""
-    varying = [name for name in axes if len({json.dumps(row[f"axis_{name}"]) for row in rows}) > 1]
-    figures = ["tokens_per_s", "relative_to_cb", "s_e2e", "realized", "prefill_share", "idle_share", "mean_depth"]
-    if any(row["axis_rate"] is not None for row in rows):
-        figures += ["normalized_latency_s", "p99_normalized_latency_s"]
-    lines = ["| " + " | ".join(varying + figures) + " |", "|---" * (len(varying) + len(figures)) + "|"]
-    for row in rows:
-        cells = [str(row[f"axis_{name}"]) for name in varying] + [f"{row[name]:.4g}" for name in figures]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)

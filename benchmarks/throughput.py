@@ -15,6 +15,7 @@ from tqdm import tqdm
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.record import Record, Setting, make_record, print_table, write_json
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
+from depthbatch.benchmarks.trace import add_scheduling_arguments, scheduling_options
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
@@ -70,27 +71,17 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in _SET_HERE])
 
 
-def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
-    """W, M, S, K by their symbols."""
-    parser.add_argument("--w", type=int, default=64, help="W: most active sequences")
-    parser.add_argument("--m", type=int, default=8192, help="M: most prompt tokens in one prefill batch")
-    parser.add_argument("--k", type=int, default=None, help="K: minimum coda batch of refill (default: the model's)")
-    parser.add_argument(
-        "--s", type=int, default=None, help="S: free slots a prefill waits for (default max(1, W // 8))"
-    )
-
-
 def run_throughput(args: argparse.Namespace) -> int:
     """Measures every policy and writes one record, or a list of them when several were asked for."""
     base = config_from_sources(args, model=args.model)
-    base = replace(base, max_num_seqs=args.w, max_num_batched_tokens=args.m, min_free_slots=args.s)
     choices = [PolicyChoice.parse(text) for text in args.policies or ("no-refill", "refill")]
     flops = stage_flops(base)
     workload: Workload | None = None
     records: list[Record] = []
     for choice in [PolicyChoice(BASELINE, None), *(c for c in choices if c.policy != BASELINE)]:
         k = args.k if choice.k is None else choice.k
-        config = replace(base, policy=choice.policy, min_coda_batch=k if choice.policy == "refill" else None)
+        options = scheduling_options(args, k if choice.policy == "refill" else None)
+        config = replace(base, policy=choice.policy, **options)
         if workload is None:
             limits = _limits(config)
             workload = fitting(workload_from_arguments(args, limits.r_max, base.seed), limits.max_positions)

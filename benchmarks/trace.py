@@ -33,10 +33,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench trace``."""
     parser.add_argument("workload", metavar="WORKLOAD.json")
     parser.add_argument("--policy", choices=POLICIES, default="refill")
-    parser.add_argument("--w", type=int, default=64, help="most active sequences")
-    parser.add_argument("--m", type=int, default=8192, help="most prompt tokens in one prefill batch")
-    parser.add_argument("--k", type=int, default=None, help="minimum coda batch under refill (default 1)")
-    parser.add_argument("--s", type=int, default=None, help="free slots a prefill waits for (default max(1, W // 8))")
+    add_scheduling_arguments(parser)
     parser.add_argument("--r-max", type=int, default=4, help="loops of a full-depth token")
     parser.add_argument("--steps", type=int, default=None, help="stages to print (default: all)")
     parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
@@ -45,19 +42,32 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead", help="of --live")
 
 
+def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
+    """W, M, K, S by their symbols."""
+    parser.add_argument("--w", type=int, default=64, help="W: most active sequences")
+    parser.add_argument("--m", type=int, default=8192, help="M: most prompt tokens in one prefill batch")
+    parser.add_argument("--k", type=int, default=None, help="K: minimum coda batch of refill (default: the model's)")
+    parser.add_argument(
+        "--s", type=int, default=None, help="S: free slots a prefill waits for (default max(1, W // 8))"
+    )
+
+
+def scheduling_options(args: argparse.Namespace, k: int | None) -> dict[str, Any]:
+    """The engine's options that W, M, S and ``k`` are; a K is refill's alone."""
+    return {
+        "max_num_seqs": args.w,
+        "max_num_batched_tokens": args.m,
+        "min_free_slots": args.s,
+        "min_coda_batch": k,
+    }
+
+
 def run_trace(args: argparse.Namespace) -> int:
     """Prints the trace. Raises ConfigError on a bad workload or bad options."""
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"steps must be at least 1, not {args.steps}")
     workload = Workload.read(args.workload)
-    options = EngineConfig(
-        policy=args.policy,
-        max_num_seqs=args.w,
-        max_num_batched_tokens=args.m,
-        min_free_slots=args.s,
-        min_coda_batch=args.k,
-        preemption="off",
-    )
+    options = EngineConfig(policy=args.policy, preemption="off", **scheduling_options(args, args.k))
     info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
     if args.live:
         live = replace(options, device=f"simulated:{args.profile}", async_scheduling=args.async_scheduling)

@@ -52,6 +52,7 @@ BENCHMARKS = {
     "latency": Command("depthbatch.benchmarks.latency", "latency", "fit a device profile"),
     "serve": Command("depthbatch.benchmarks.serve", "serve", "load on a running server"),
     "sweep": Command("depthbatch.benchmarks.sweep", "sweep", "a product of settings, with figures"),
+    "paper": Command("depthbatch.benchmarks.paper_report", "paper_report", "the paper's figures against ours"),
     "accuracy": Command("depthbatch.benchmarks.accuracy", "accuracy", "exact match of the demo model's task"),
 }
 

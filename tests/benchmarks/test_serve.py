@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import zmq
 
-from depthbatch.benchmarks.arrivals import arrival_times
 from depthbatch.benchmarks.http_stream import Endpoint
 from depthbatch.benchmarks.serve import OpenAIClient, add_serve_arguments, run_serve, send_all
 from depthbatch.benchmarks.serve_metrics import RequestTimes, parse_goodput, summarise
+from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.benchmarks.zmq_stream import NativeClient
 from depthbatch.common.errors import ConfigError

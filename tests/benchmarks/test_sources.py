@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from depthbatch.benchmarks import workloads
+from depthbatch.benchmarks import synthetic
 from depthbatch.benchmarks.sources import default_exits, load_workload, parse_exits, with_exits
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError
@@ -18,8 +18,8 @@ def lengths(workload: Workload) -> list[tuple[int, int]]:
 
 def test_thresholds_are_compared_on_the_same_requests() -> None:
     """Exits must not disturb the draw of lengths, else a threshold sweep compares different work."""
-    one = load_workload("alpaca", 50, workloads.OURO_EXITS[0.1], 4, seed=4)
-    other = load_workload("alpaca", 50, workloads.HUGINN_EXITS[0.28], 16, seed=4)
+    one = load_workload("alpaca", 50, synthetic.OURO_EXITS[0.1], 4, seed=4)
+    other = load_workload("alpaca", 50, synthetic.HUGINN_EXITS[0.28], 16, seed=4)
     assert lengths(one) == lengths(other)
     assert one != other
     assert [len(r.exit_depths or ()) for r in one.requests] == [r.output_tokens - 1 for r in one.requests]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthbatch.benchmarks.sustained import compare, sustained_rate
+from depthbatch.benchmarks.tables import compare, sustained_rate
 
 
 def test_between_rates_latency_grows_exponentially() -> None:

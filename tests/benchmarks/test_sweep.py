@@ -6,21 +6,25 @@ from pathlib import Path
 import pytest
 
 from depthbatch.benchmarks import sweep as module
-from depthbatch.benchmarks.paper_report import claims_table
-from depthbatch.benchmarks.policy_grid import exit_distributions, find_profiles, random_profile, run_grid, summary
+from depthbatch.benchmarks import tables
+from depthbatch.benchmarks.made_up_profiles import profile_by_name, random_profile, relative_exits
 from depthbatch.benchmarks.sweep import (
+    Policy,
     add_sweep_arguments,
     exit_weights,
     read_sweep,
     run_settings,
     run_sweep,
+    steady_requests,
     with_boundary_layers,
 )
+from depthbatch.benchmarks.tables import Cell, auto_ratios, auto_table
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.simulated import find_profile
 
-PAPER = Path(module.__file__).resolve().parent / "paper"
+BENCHMARKS = Path(module.__file__).resolve().parent
+SWEEPS = sorted([*BENCHMARKS.glob("paper/*.toml"), *BENCHMARKS.glob("sweeps/*.toml")])
 SWEEP = """
 title = "small"
 requests = 12
@@ -63,8 +67,8 @@ def test_rows_are_simulated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "s.toml"
     path.write_text(SWEEP)
     calls = []
-    real = module.simulate
-    monkeypatch.setattr(module, "simulate", lambda *args, **kw: calls.append(1) or real(*args, **kw))
+    real = module.run_policy
+    monkeypatch.setattr(module, "run_policy", lambda *args, **kw: calls.append(1) or real(*args, **kw))
     run_settings(read_sweep(path))
     assert len(calls) == 7
 
@@ -88,6 +92,8 @@ def test_higher_rate_waits_longer(tmp_path: Path) -> None:
         ("[axes]\nprofile = 'x'", "must be a list"),
         ("colour = 1\n[axes]\nprofile = ['x']", "unknown key 'colour'"),
         ("runner = 'walk'\n[axes]\nprofile = ['x']", "runner 'walk'"),
+        ("summary = 'all'\n[axes]\nprofile = ['x']", "summary 'all'"),
+        ("[axes]\nprofile = ['x']\nitl_target_ms = [50]", "are given together"),
         ("not toml", "not TOML"),
     ],
 )
@@ -118,25 +124,37 @@ def test_layer_splits_scale_the_boundary() -> None:
     assert none.boundary_layers == 0
 
 
-@pytest.mark.parametrize("path", sorted(PAPER.glob("*.toml")), ids=lambda path: path.stem)
-def test_paper_sweeps_are_sound(path: Path) -> None:
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_shipped_sweeps_are_sound(path: Path) -> None:
     """Every file names profiles, exits, policies and figure columns that exist; a typo would cost an hour's run."""
     sweep = read_sweep(path)
     for setting in module.settings(sweep):
-        profile = find_profile(setting["profile"])
+        profile = profile_by_name(setting["profile"])
         exit_weights(setting["exits"], profile)
-        module.PolicyChoice.parse(setting["policy"])
-    for figure in sweep["figures"]:
-        assert {figure["x"], figure["lines"], figure.get("panels", "w")} <= set(module.AXES)
+        Policy.parse(setting["policy"], setting["w"])
+    for figure in sweep.get("figures", []):
+        assert {figure["lines"], figure.get("panels", "w")} <= set(module.AXES)
     for claim in sweep.get("paper", []):
         assert claim["low"] <= claim["high"] and set(claim["where"]) <= set(module.AXES)
+
+
+def test_figures_of_shipped_sweeps_name_columns_that_exist(tmp_path: Path) -> None:
+    """Of axes or of rows with targets; drawn from one small row each."""
+    axes = 'profile = ["h100-ouro-1.4b"]\nrate = [2]\nw = [4]\nttft_target_ms = [500]\nitl_target_ms = [50]\n'
+    (tmp_path / "one.toml").write_text(f'requests = 4\n[axes]\nworkload = ["alpaca"]\n{axes}')
+    row = run_settings(read_sweep(tmp_path / "one.toml"))[-1]
+    figures = [figure for path in SWEEPS for figure in read_sweep(path).get("figures", [])]
+    assert len(figures) > 15
+    for figure in figures:
+        assert {figure["y"], *figure.get("bounds", ())} <= set(row)
+        assert f"axis_{figure['x']}" in row or figure["x"] in row
 
 
 def test_claims_are_judged() -> None:
     rows = [{"axis_policy": "refill", "v": 1.4}, {"axis_policy": "refill", "v": 1.6}, {"axis_policy": "cb", "v": 9.0}]
     claim = {"claim": "c", "y": "v", "where": {"policy": "refill"}, "low": 1.32, "high": 1.53}
-    assert claims_table(rows, [claim]).endswith("| c | 1.32 to 1.53 | 1.4 to 1.6 | reaches above |")
-    assert claims_table(rows[:1], [claim]).endswith("| within |")
+    assert tables.claims_table(rows, [claim]).endswith("| c | 1.32 to 1.53 | 1.4 to 1.6 | reaches above |")
+    assert tables.claims_table(rows[:1], [claim]).endswith("| within |")
 
 
 def test_random_profiles_are_seeded_and_span_the_range() -> None:
@@ -147,23 +165,98 @@ def test_random_profiles_are_seeded_and_span_the_range() -> None:
         p.core.delta_ms for p in profiles
     )
     assert {2 <= p.r_max <= 32 for p in profiles} == {True}
-    for profile in (*profiles, *find_profiles(0).values()):
-        for weights in exit_distributions(profile).values():
+    for profile in profiles:
+        assert profile_by_name(profile.name) == profile
+        for name, weights in relative_exits(profile.r_max).items():
             assert min(weights) >= 1 and max(weights) <= profile.r_max and sum(weights.values()) > 0
+            assert exit_weights(name, profile) == weights
+    with pytest.raises(ConfigError, match="early, middle, wide, two peaks"):
+        exit_weights("q=0.2", profiles[0])
 
 
-def test_grid_resumes_and_summarises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long grid that was stopped goes on where it was: cells in the file are not run again."""
-    monkeypatch.setattr("depthbatch.benchmarks.policy_grid.MIN_OUTPUT_TOKENS", 600)
-    profiles = {"h100-ouro-1.4b": find_profile("h100-ouro-1.4b")}
-    path = tmp_path / "grid.jsonl"
-    run_grid(path, profiles, [2], ["alpaca"])
-    lines = path.read_text().splitlines()
-    assert len(lines) == 4 and {json.loads(line)["w"] for line in lines} == {2}
-    path.write_text("\n".join(lines[:3]) + "\n")
-    run_grid(path, profiles, [2], ["alpaca"])
-    assert (
-        path.read_text().splitlines() == lines
-        or json.loads(path.read_text().splitlines()[3])["auto"] == json.loads(lines[3])["auto"]
-    )
-    assert "| h100-ouro-1.4b | q=0.1 |" in summary(path)
+def test_policies_of_a_sweep_file() -> None:
+    """K as a share of W must be the K of that W, and an objective must not be lost on the way to the engine."""
+    assert [Policy.parse("refill:3W/4", w).k for w in (8, 64, 1)] == [6, 48, 1]
+    assert Policy.parse("refill:W/4", 8) == ("refill", 2, "throughput") and Policy.parse("refill:5", 8).k == 5
+    assert Policy.parse("auto:goodput", 8) == ("auto", None, "goodput")
+    for bad in ("auto:speed", "refill:W/0", "no-refill:W/2", "fast"):
+        with pytest.raises(ConfigError, match="policy"):
+            Policy.parse(bad, 8)
+
+
+def test_steady_runs_are_long_enough_at_every_width() -> None:
+    """The counts that the recorded grid was run with, but for one width of Alpaca, which then took more."""
+    lines = (BENCHMARKS / "results" / "policy_grid.jsonl").read_text().splitlines()
+    counts = {(row["workload"], row["w"]): row["requests"] for row in map(json.loads, lines)}
+    assert len(counts) == 18
+    assert {cell for cell, count in counts.items() if steady_requests(*cell) != count} == {("alpaca", 16)}
+    with pytest.raises(ConfigError, match="steady"):
+        steady_requests("mine.json", 8)
+
+
+def test_targets_reach_the_objective_and_no_other_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fixed policy is judged by the targets, but the engine refuses them without an objective."""
+    path = tmp_path / "t.toml"
+    axes = 'profile = ["h100-ouro-1.4b"]\nworkload = ["alpaca"]\npolicy = ["refill", "auto:latency"]\nw = [4]\nrate = [4]\n'
+    path.write_text("requests = 20\n[axes]\n" + axes + "ttft_target_ms = [1e9]\nitl_target_ms = [1, 1e9]\n")
+    seen: list[dict[str, object]] = []
+    real = module.run_policy
+    monkeypatch.setattr(module, "run_policy", lambda *args, **kw: seen.append(kw) or real(*args, **kw))
+    rows = [row for row in run_settings(read_sweep(path)) if row["axis_policy"] != "cb"]
+    assert [kw.get("itl_target_ms") for kw in seen if kw["objective"] == "latency"] == [1, 1e9]
+    assert {kw.get("itl_target_ms") for kw in seen if kw["objective"] != "latency"} == {None}
+    by = {(row["axis_policy"], row["axis_itl_target_ms"]): row for row in rows}
+    assert by["refill", 1]["goodput_tokens_per_s"] < 0.1 * by["refill", 1e9]["goodput_tokens_per_s"]
+    assert by["refill", 1e9]["good_requests"] == 1.0
+    assert by["refill", 1e9]["goodput_tokens_per_s"] == pytest.approx(by["refill", 1e9]["tokens_per_s"])
+    assert by["refill", 1]["p50_itl_ms"] <= by["refill", 1]["p99_itl_ms"] <= by["refill", 1]["p99.9_itl_ms"]
+
+
+GRID = """
+requests = 12
+summary = "auto"
+[axes]
+profile = ["h100-ouro-1.4b"]
+exits = ["q=0.1", "q=0.2"]
+workload = ["alpaca"]
+w = [4]
+policy = ["refill:1", "refill:W/4", "refill:W/2", "no-refill", "auto"]
+"""
+
+
+def test_grid_resumes_and_summarises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A long grid that was stopped goes on where it was: rows in the file are not run again, but for a policy that is to
+    be run anew."""
+    path, rows_file = tmp_path / "grid.toml", tmp_path / "grid.jsonl"
+    path.write_text(GRID)
+    calls: list[str] = []
+    real = module.run_policy
+    monkeypatch.setattr(module, "run_policy", lambda *args, **kw: calls.append(kw["policy"]) or real(*args, **kw))
+    parser = OneLineParser()
+    add_sweep_arguments(parser)
+
+    def run(*options: str) -> list[str]:
+        calls.clear()
+        assert run_sweep(parser.parse_args([str(path), "--output-dir", str(tmp_path), "--resume", *options])) == 0
+        return calls
+
+    assert len(run()) == 11  # cb once, five policies for two exits
+    lines = rows_file.read_text().splitlines()
+    summary = capsys.readouterr().out
+    assert len(lines) == 12 and "| h100-ouro-1.4b | q=0.1 | " in summary and summary.startswith("2 cells")
+    rows_file.write_text("\n".join(lines[:-1]) + "\n")
+    assert run() == ["cb", "auto"]
+    assert capsys.readouterr().out == summary
+    assert run("--again", "auto") == ["cb", "auto", "auto"]
+    assert capsys.readouterr().out == summary
+    assert run() == []
+    rows = json.loads((tmp_path / "grid.json").read_text())["rows"]
+    speed = {r["axis_policy"]: r["tokens_per_s"] for r in rows if r["axis_exits"] == "q=0.1"}
+    ratios = auto_ratios(rows)[Cell("h100-ouro-1.4b", "q=0.1", "alpaca", 4)]
+    assert ratios.best == speed["auto"] / max(v for name, v in speed.items() if name not in ("auto", "cb"))
+    assert ratios.plain == speed["auto"] / max(speed["no-refill"], speed["refill:W/4"])
+    assert f"{ratios.best:.3f} ({ratios.plain:.3f})" in auto_table(rows)
+    with pytest.raises(ConfigError, match="--again needs --resume"):
+        run_sweep(parser.parse_args([str(path), "--output-dir", str(tmp_path), "--again", "auto"]))

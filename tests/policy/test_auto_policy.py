@@ -1,5 +1,5 @@
 """The policy as a whole, inside the real scheduler core in virtual time: it never stalls, and it keeps up with every
-fixed setting on cells small enough for a test (the grid is ``benchmarks/policy_grid.py``)."""
+fixed setting on cells small enough for a test (the grid is ``benchmarks/sweeps/grid_*.toml``)."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthbatch.benchmarks.arrivals import arrival_times
-from depthbatch.benchmarks.policy_grid import exit_distributions, random_profile, run_setting
-from depthbatch.benchmarks.simulate import Run, simulate
+from depthbatch.benchmarks.made_up_profiles import random_profile, relative_exits
+from depthbatch.benchmarks.simulate import Run, run_policy, simulate
 from depthbatch.benchmarks.sources import load_workload, with_exits
+from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, arrival_times
 from depthbatch.benchmarks.trace import blank_result, virtual_engine
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.benchmarks.workloads import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.scheduler.config import SchedulerConfig
@@ -31,7 +30,7 @@ def tokens_per_s(
     profile: DeviceProfile, exits: tuple[tuple[int, float], ...], w: int, policy: str, k: int | None
 ) -> float:
     workload = load_workload("alpaca", 130, dict(exits), profile.r_max, seed=1)
-    return run_setting(profile, workload, policy, w, k).tokens_per_s
+    return run_policy(profile, workload, w, policy=policy, min_coda_batch=k).tokens_per_s
 
 
 CELLS = [
@@ -63,10 +62,10 @@ def test_rows_come_back_into_step_where_depths_share_a_divisor() -> None:
     """Depths 3 and 9 (made-up profile 0): at least 0.99 of K = 1, whose rows never leave step. A tournament whose rows
     start in step cannot tell what brings them back, and ends at 0.94."""
     profile = random_profile(0)
-    exits = exit_distributions(profile)["two peaks"]
+    exits = relative_exits(profile.r_max)["two peaks"]
     workload = load_workload("alpaca", 416, exits, profile.r_max)
-    in_step = run_setting(profile, workload, "refill", 32, 1).tokens_per_s
-    assert run_setting(profile, workload, "auto", 32).tokens_per_s >= 0.99 * in_step
+    in_step = run_policy(profile, workload, 32, policy="refill", min_coda_batch=1).tokens_per_s
+    assert run_policy(profile, workload, 32, policy="auto").tokens_per_s >= 0.99 * in_step
 
 
 def test_arrivals_share_the_prelude_after_coda() -> None:
@@ -75,7 +74,7 @@ def test_arrivals_share_the_prelude_after_coda() -> None:
     workload = load_workload("alpaca", 250, HUGINN_EXITS[0.4], HUGINN.r_max)
     arrivals = arrival_times(len(workload.requests), 12.0, seed=0).tolist()
     timed = Workload(tuple(replace(r, arrival_s=t) for r, t in zip(workload.requests, arrivals, strict=True)))
-    auto, plain = run_setting(HUGINN, timed, "auto", 64), run_setting(HUGINN, timed, "no-refill", 64)
+    auto, plain = run_policy(HUGINN, timed, 64, policy="auto"), run_policy(HUGINN, timed, 64, policy="no-refill")
     assert auto.steps["prelude"] < 1.05 * auto.steps["coda"]
     assert normalized_latency(auto, timed) < normalized_latency(plain, timed)
 

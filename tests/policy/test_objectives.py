@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 import depthbatch.benchmarks as benchmarks
-from depthbatch.benchmarks import tradeoff
-from depthbatch.benchmarks.policy_grid import Cell, exit_distributions, find_profiles, run_setting
+from depthbatch.benchmarks.made_up_profiles import profile_by_name
+from depthbatch.benchmarks.simulate import run_policy
 from depthbatch.benchmarks.sources import load_workload
+from depthbatch.benchmarks.sweep import exit_weights, read_sweep, run_settings
+from depthbatch.benchmarks.tables import Cell
 from depthbatch.common.gates import Gate
 from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, LatencyTargets, Pacing, PrefillCost
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
-from depthbatch.worker.simulated import find_profile
 
-RECORDED = Path(benchmarks.__path__[0]) / "results" / "policy_grid.jsonl"
+BENCHMARKS = Path(benchmarks.__path__[0])
+RECORDED = BENCHMARKS / "results" / "policy_grid.jsonl"
 SAMPLE = (
     Cell("h100-ouro-1.4b", "q=0.2", "alpaca", 64),
     Cell("h100-huginn-3.5b", "q=0.28", "alpaca", 64),
@@ -31,18 +33,18 @@ def test_throughput_decides_as_it_did_when_the_grid_was_run(cell: Cell) -> None:
     """Virtual time depends on every decision and on nothing else, so tokens/s to five digits are the same schedule."""
     lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
     (line,) = [line for line in lines if Cell(*(line[key] for key in Cell._fields)) == cell]
-    profile = find_profiles(10)[cell.profile]
-    workload = load_workload(cell.workload, line["requests"], exit_distributions(profile)[cell.exits], profile.r_max)
-    assert round(run_setting(profile, workload, "auto", cell.w).tokens_per_s, 2) == line["auto"]
+    profile = profile_by_name(cell.profile)
+    workload = load_workload(cell.workload, line["requests"], exit_weights(cell.exits, profile), profile.r_max)
+    assert round(run_policy(profile, workload, cell.w, policy="auto").tokens_per_s, 2) == line["auto"]
 
 
 @cache
 def served(rate: float, objective: str) -> dict[str, Any]:
     """160 requests of ShareGPT lengths to the Ouro profile, W = 64, TTFT 1,000 ms and ITL 50 ms."""
-    case = tradeoff.CASES["ouro"]
-    profile = find_profile(case.profile)
-    workload = tradeoff.timed_workload(case, profile, rate, 160)
-    return tradeoff.measure(case, profile, workload, rate, objective, case.itl_ms)
+    sweep = read_sweep(BENCHMARKS / "sweeps" / "objectives_ouro.toml")
+    policy = "auto" if objective == "throughput" else f"auto:{objective}"
+    axes = sweep["axes"] | {"rate": [rate], "policy": [policy]}
+    return run_settings(sweep | {"requests": 160, "axes": axes})[-1]
 
 
 def test_latency_keeps_the_itl_target_where_throughput_does_not() -> None:

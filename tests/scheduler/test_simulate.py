@@ -52,7 +52,7 @@ def test_arrival_times_are_honoured() -> None:
     late = run(Workload(requests))
     alone = run(Workload(requests[1:]))
     assert late.duration_s == pytest.approx(4.0 + alone.duration_s)
-    line = report(late, late, OURO, Workload(requests))
+    line = report(late, late, OURO, Workload(requests)).as_json()
     assert line["idle_share"] == pytest.approx(1.0 - 2 * alone.duration_s / late.duration_s)
 
 
@@ -60,14 +60,14 @@ def test_report_follows_the_definitions() -> None:
     """S_dec and S_e2e from a hand-made run; every key of interfaces.md is there."""
     workload = Workload(tuple(WorkloadRequest(50, 20, exit_depths=(2,) * 19) for _ in range(8)))
     cb, refill = run(workload, "cb"), run(workload)
-    line = report(refill, cb, OURO, workload)
+    line = report(refill, cb, OURO, workload).as_json()
     assert set(KEYS) <= set(line) and line["mean_depth"] == 2.0
     s_dec = (2.0e8 + 4 * 2.47e9) / (2.0e8 + 2 * 2.47e9)
     a = cb.busy_s["prefill"] / sum(cb.busy_s.values())
     s_e2e = 1 / (a + (1 - a) / s_dec)
     assert line["s_dec"] == pytest.approx(s_dec) and line["s_e2e"] == pytest.approx(s_e2e)
     assert line["realized"] == pytest.approx(refill.tokens_per_s / cb.tokens_per_s / s_e2e)
-    assert report(cb, cb, OURO, workload)["relative_to_cb"] == 1.0
+    assert report(cb, cb, OURO, workload).relative_to_cb == 1.0
 
 
 @settings(max_examples=25, deadline=None)
@@ -85,7 +85,7 @@ def test_no_schedule_beats_the_bound(shapes: list, policy: str, width: int) -> N
     workload = Workload(tuple(WorkloadRequest(p, o, exit_depths=tuple(d)) for p, o, d in shapes))
     done = run(workload, policy, width)
     assert done.finished == len(shapes) and done.tokens == sum(o for _, o, _ in shapes)
-    assert report(done, done, OURO, workload)["of_bound"] <= 1.0 + 1e-9
+    assert report(done, done, OURO, workload).of_bound <= 1.0 + 1e-9
 
 
 def test_refill_comes_near_the_estimated_maximum_on_ouro() -> None:
@@ -94,7 +94,7 @@ def test_refill_comes_near_the_estimated_maximum_on_ouro() -> None:
     depths = (2, 3, 2, 3, 4, 2, 3) * 20
     workload = Workload(tuple(WorkloadRequest(40, 100 + i % 41, exit_depths=depths[i % 7 :][:140]) for i in range(320)))
     cb, plain, refill = (run(workload, policy, 32) for policy in ("cb", "no-refill", "refill"))
-    lines = [report(r, cb, OURO, workload) for r in (plain, refill)]
+    lines = [report(r, cb, OURO, workload).as_json() for r in (plain, refill)]
     assert lines[1]["realized"] > 0.95 and lines[0]["realized"] < lines[1]["realized"] - 0.05
 
 

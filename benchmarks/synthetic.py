@@ -1,4 +1,4 @@
-"""Seeded workloads with the paper's statistics (Appendix C): request lengths, and an exit depth per decode token.
+"""Seeded workloads with the paper's statistics (Appendix C): request lengths, an exit depth per decode token, arrivals.
 
 Lengths are drawn from smooth laws (log-normal, gamma) whose parameters were fitted so that, after rounding and the
 paper's filters (at least 4 prompt and 4 output tokens, at most 16,384 together), mean, median and p99 are those the
@@ -10,9 +10,13 @@ depths 2, 3 and 4 with mean depths that give the stated speed-ups; Huginn spread
 7 on. Neighbouring tokens of a sequence are alike: a token keeps its predecessor's depth with probability
 ``stickiness``, else it is drawn afresh, a Markov chain whose marginal is exactly the given distribution.
 
-Knows nothing of schedulers; ``benchmarks.imports`` reads data sets that a user has.
+Arrivals are Poisson or Gamma. Burstiness is that of ``vllm bench serve``: intervals are Gamma with shape ``burstiness`` and
+mean 1 / rate; 1 is Poisson, less is burstier, more is steadier.
+
+Knows nothing of schedulers; ``sources`` reads data sets that a user has.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -141,3 +145,19 @@ def draw_exit_depths(
     redraw[(ends - counts)[counts > 0]] = True
     source = np.maximum.accumulate(np.where(redraw, np.arange(total), 0))
     return np.split(fresh[source], ends[:-1])
+
+
+def arrival_times(n: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Arrival of each of ``n`` requests in seconds, the first at 0; all at 0 for an infinite rate.
+
+    Raises ConfigError for a rate or burstiness that is not above 0.
+    """
+    if not rate > 0:
+        raise ConfigError(f"request-rate must be above 0 (or inf), not {rate}")
+    if not 0 < burstiness < math.inf:
+        raise ConfigError(f"burstiness must be above 0, not {burstiness}")
+    if math.isinf(rate):
+        return np.zeros(n)
+    gaps = np.random.default_rng([seed, 2]).gamma(burstiness, 1.0 / (rate * burstiness), n)
+    gaps[:1] = 0.0
+    return np.cumsum(gaps)

@@ -1,0 +1,175 @@
+"""Markdown over the rows of a sweep: their figures, the paper's claims, ``auto`` against the fixed policies.
+
+Sustained rates: a policy's p99 normalized latency is measured at the sweep's rates; between them it is interpolated, on a
+logarithmic scale as latencies rise steeply near saturation. Where several rates give the same latency the highest counts.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Row = Mapping[str, Any]
+OURS = "auto"
+PLAIN = ("no-refill", "refill:W/4")  # what one would choose without knowing the exits
+_P99 = "p99_normalized_latency_s"
+_TOLERANCE = 0.005  # of a ratio, beyond the range that the paper states
+
+
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(
+        ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"] + [f"| {' | '.join(c)} |" for c in lines]
+    )
+
+
+def table(rows: Sequence[Row], axes: Iterable[str]) -> str:
+    """The axes that vary, and the main figures."""
+    varying = [name for name in axes if len({json.dumps(row[f"axis_{name}"]) for row in rows}) > 1]
+    figures = ["tokens_per_s", "relative_to_cb", "s_e2e", "realized", "prefill_share", "idle_share", "mean_depth"]
+    if any(row["axis_rate"] is not None for row in rows):
+        figures += ["normalized_latency_s", _P99]
+    if any("goodput_tokens_per_s" in row for row in rows):
+        figures += ["goodput_tokens_per_s", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "p99.9_itl_ms"]
+    cells = ([*(str(r[f"axis_{name}"]) for name in varying), *(f"{r[name]:.4g}" for name in figures)] for r in rows)
+    return _markdown(varying + figures, cells)
+
+
+def claims_table(rows: Sequence[Row], claims: Sequence[Row]) -> str:
+    """What the paper states, and what the rows that it concerns come to."""
+    lines = []
+    for claim in claims:
+        found = [row[claim["y"]] for row in rows if all(row[f"axis_{k}"] == v for k, v in claim["where"].items())]
+        low, high = min(found), max(found)
+        if low >= claim["low"] - _TOLERANCE and high <= claim["high"] + _TOLERANCE:
+            verdict = "within"
+        elif low >= claim["low"] - _TOLERANCE:
+            verdict = "reaches above"
+        else:
+            verdict = "reaches below" if high <= claim["high"] + _TOLERANCE else "wider"
+        paper = f"{claim['low']:.3g} to {claim['high']:.3g}"
+        lines.append((claim["claim"], paper, f"{low:.3g} to {high:.3g}", verdict))
+    return _markdown(("claim", "paper", "ours", ""), lines)
+
+
+# --- auto against every fixed setting
+
+
+class Cell(NamedTuple):
+    """One comparison: everything but the policy."""
+
+    profile: str
+    exits: str
+    workload: str
+    w: int
+
+
+class Ratios(NamedTuple):
+    """Throughput of auto over that of fixed settings on the same requests."""
+
+    best: float
+    plain: float
+
+
+def auto_ratios(rows: Sequence[Row]) -> dict[Cell, Ratios]:
+    """auto over the best fixed setting (cb apart), and over the better of PLAIN, for each cell that has all of them."""
+    cells: dict[Cell, dict[str, float]] = {}
+    for row in rows:
+        cell = Cell(*(row[f"axis_{name}"] for name in Cell._fields))
+        cells.setdefault(cell, {})[row["axis_policy"]] = row["tokens_per_s"]
+    ratios = {}
+    for cell, speed in cells.items():
+        fixed = [value for policy, value in speed.items() if policy not in (OURS, "cb")]
+        if OURS in speed and set(PLAIN) <= speed.keys():
+            ratios[cell] = Ratios(speed[OURS] / max(fixed), speed[OURS] / max(speed[policy] for policy in PLAIN))
+    return ratios
+
+
+def auto_table(rows: Sequence[Row]) -> str:
+    """Per profile and exits, the least ratios over workloads for each width, and their spread over all cells."""
+    ratios = auto_ratios(rows)
+    if not ratios:
+        return "No cell has auto and " + " and ".join(PLAIN) + "."
+    widths = sorted({cell.w for cell in ratios})
+    lines = []
+    for name, exits in dict.fromkeys((cell.profile, cell.exits) for cell in ratios):
+        entries = []
+        for w in widths:
+            found = [r for cell, r in ratios.items() if (cell.profile, cell.exits, cell.w) == (name, exits, w)]
+            least = f"{min(r.best for r in found):.3f} ({min(r.plain for r in found):.3f})" if found else "-"
+            entries.append(least)
+        lines.append([name, exits, *entries])
+    best, plain = (np.array(values) for values in zip(*ratios.values(), strict=True))
+    return "\n".join(
+        [
+            f"{len(ratios)} cells. Each entry: auto / best fixed setting (auto / better of {' and '.join(PLAIN)}), "
+            "least over workloads.",
+            "",
+            _markdown(["profile", "exits", *(f"W = {w}" for w in widths)], lines),
+            "",
+            _spread("best fixed", best, 0.99),
+            _spread(f"better of {' and '.join(PLAIN)}", plain, 1.0),
+        ]
+    )
+
+
+def _spread(name: str, ratios: np.ndarray, target: float) -> str:
+    least, median, most = ratios.min(), np.median(ratios), ratios.max()
+    share = np.mean(ratios >= target)
+    return f"auto / {name}: least {least:.4f}, median {median:.4f}, most {most:.4f}; {share:.1%} of cells at {target:g} or more."
+
+
+# --- rates that are sustained
+
+
+class Comparison(NamedTuple):
+    """At the p99 of the best fixed policy at some rate."""
+
+    p99_s: float
+    fixed: str  # the policy that sustains most there
+    fixed_rate: float
+    our_rate: float
+
+
+def sustained_rate(curve: Sequence[tuple[float, float]], level_s: float) -> float:
+    """The highest rate whose p99 is at most ``level_s``. Below the lowest rate measured the curve is continued, but not
+    below 0; never beyond the highest one. ``curve``: two rates or more, ascending, with their p99 in seconds."""
+    rates = [rate for rate, _ in curve]
+    logs, level = np.log([p99_s for _, p99_s in curve]), np.log(level_s)
+    within = np.flatnonzero(logs <= level + 1e-9)
+    if not within.size:
+        slope = max((logs[1] - logs[0]) / (rates[1] - rates[0]), 1e-12)
+        return max(0.0, float(rates[0] - (logs[0] - level) / slope))
+    last = int(within[-1])
+    if last == len(rates) - 1:
+        return float(rates[last])
+    share = (level - logs[last]) / (logs[last + 1] - logs[last])
+    return float(rates[last] + max(share, 0.0) * (rates[last + 1] - rates[last]))
+
+
+def compare(rows: Sequence[Row]) -> list[Comparison]:
+    """One comparison at every latency that the best fixed policy has at a measured rate. ``rows``: one setting but for
+    policy and rate."""
+    by_policy: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["axis_rate"] is not None:
+            by_policy.setdefault(row["axis_policy"], []).append((row["axis_rate"], row[_P99]))
+    curves = {name: sorted(points) for name, points in by_policy.items()}
+    ours = curves.pop(OURS)
+    out = []
+    for at in range(len(ours)):
+        level_s = min(curve[at][1] for curve in curves.values())
+        rates = {name: sustained_rate(curve, level_s) for name, curve in curves.items()}
+        best = max(rates, key=lambda name: rates[name])
+        out.append(Comparison(level_s, best, rates[best], sustained_rate(ours, level_s)))
+    return out
+
+
+def sustained_table(rows: Sequence[Row]) -> str:
+    """For every threshold, the rates that auto and the best fixed policy sustain at equal p99."""
+    lines = []
+    for exits in dict.fromkeys(row["axis_exits"] for row in rows):
+        for c in compare([row for row in rows if row["axis_exits"] == exits]):
+            rates = (f"{c.fixed_rate:.3g}", f"{c.our_rate:.3g}", f"{c.our_rate / c.fixed_rate:.3f}")
+            lines.append((exits, f"{c.p99_s:.4g}", c.fixed, *rates))
+    return _markdown(("exits", "p99 normalized latency (s)", "best fixed", "its rate", "rate of auto", ""), lines)
