@@ -14,6 +14,7 @@ from depthbatch.common.logging import get_logger, setup_logging
 
 _PR_SET_PDEATHSIG = 1
 _GC_THRESHOLDS = (2_000, 10, 1_000)  # container objects made and not freed, then collections of the younger generation
+_libc = ctypes.CDLL(None)  # loaded before any fork
 
 
 def run_child(name: str, run: Callable[[str, str], int]) -> int:
@@ -39,11 +40,16 @@ def die_with_parent(parent_pid: int) -> None:
     """
     if parent_pid <= 0:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if os.getppid() != parent_pid:
         os._exit(1)
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=_wait_for_parent, name="death-pipe", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent's thread ends. May be called between fork and exec."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def die_with_threads() -> None:

@@ -16,13 +16,14 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, EngineDeadError
 from depthbatch.common.messages import EngineInfo, FinishReason, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.frontend.attach import AttachedProcesses
 from depthbatch.frontend.background import background, failure_of
-from depthbatch.frontend.engine_client import EngineClient, News
+from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
+from depthbatch.frontend.live_requests import News
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.processes import Processes
 from depthbatch.frontend.prompts import Prompt, assembler_of, check_stop, describe, encode_prompt, load_model_tokenizer
 from depthbatch.frontend.tokenizer import Tokenizer
 
@@ -93,14 +94,14 @@ class AsyncEngine:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, quiet: bool = False, processes: AttachedProcesses | None = None
+        cls, config: EngineConfig, quiet: bool = False, processes: Processes | None = None
     ) -> "AsyncEngine":
         """``processes``: scheduler and worker that somebody else runs."""
         engine = cls.__new__(cls)
         engine._setup(config, quiet, processes)
         return engine
 
-    def _setup(self, config: EngineConfig, quiet: bool, processes: AttachedProcesses | None = None) -> None:
+    def _setup(self, config: EngineConfig, quiet: bool, processes: Processes | None = None) -> None:
         self.config = config
         self.tokenizer: Tokenizer | None = None
         self._quiet = quiet
@@ -163,7 +164,7 @@ class AsyncEngine:
 
     @property
     def run_dir(self) -> str:
-        return str(self._client.run_dir.path)
+        return str(self._client.run_dir)
 
     def health(self, stall_s: float = 30.0) -> EngineHealth:
         """Judged by progress; enqueues nothing. ``stall_s``: no step for this long, with work waiting, is a stall."""

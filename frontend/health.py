@@ -5,8 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from depthbatch.common.messages import SchedulerHeartbeat
-from depthbatch.frontend.attach import AttachedProcesses
-from depthbatch.frontend.processes import Launcher
+from depthbatch.frontend.processes import Processes
 
 SILENCE_S = 5.0  # a living scheduler without a heartbeat for this long is stuck
 
@@ -33,39 +32,37 @@ class EngineHealth:
 
 
 class HealthMonitor:
-    """Remembers the last heartbeat."""
+    """Remembers the last heartbeat, and whether a worker serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._worker_ready = False  # False again while a worker that died is started anew
         self._last: SchedulerHeartbeat | None = None
         self._heard_s = 0.0
 
-    def start(self) -> None:
+    def ready(self) -> None:
         """The engine has just become ready: silence counts from here."""
+        self._worker_ready = True
         self._heard_s = time.monotonic()
+
+    def worker_lost(self) -> None:
+        self._worker_ready = False
 
     def heartbeat(self, heartbeat: SchedulerHeartbeat) -> None:
         self._last = heartbeat
         self._heard_s = time.monotonic()
 
-    def health(
-        self,
-        launcher: Launcher | AttachedProcesses,
-        ready: bool,
-        worker_ready: bool,
-        failure: Exception | None,
-        stall_s: float,
-    ) -> EngineHealth:
-        last = self._last
-        silence_s = time.monotonic() - self._heard_s
-        age_s = last.oldest_work_age_s if last is not None else 0.0
-        processes = {"frontend": ProcessHealth(os.getpid(), "running", 0, 0.0, launcher.restarts("frontend"))}
-        for name, is_ready in (("scheduler", ready), ("worker", worker_ready)):
-            child = launcher.children.get(name)
-            state = "dead" if child is None or not child.alive else "running" if is_ready else "starting"
-            if state == "running" and (age_s > stall_s if name == "worker" else silence_s > SILENCE_S):
+    def health(self, scheduler_ready: bool, failure: Exception | None, stall_s: float) -> EngineHealth:
+        """``failure``: why the engine is lost for good. ``stall_s``: work may wait that long for a step."""
+        last, restarts = self._last, self._processes.restarts
+        processes = {"frontend": ProcessHealth(os.getpid(), "running", 0, 0.0, restarts("frontend"))}
+        for name, ready in (("scheduler", scheduler_ready), ("worker", self._worker_ready)):
+            process = self._processes.children.get(name)
+            state = "dead" if process is None or not process.alive else "running" if ready else "starting"
+            if state == "running" and self._is_stalled(name, stall_s):
                 state = "stalled"
             steps = 0 if last is None else last.worker_steps if name == "worker" else last.steps
-            processes[name] = ProcessHealth(child.pid if child else 0, state, steps, age_s, launcher.restarts(name))
+            processes[name] = ProcessHealth(process.pid if process else 0, state, steps, self._age_s, restarts(name))
         states = [process.state for process in processes.values()]
         status = next((state for state in ("dead", "stalled", "starting") if state in states), "ok")
         if failure is not None:
@@ -73,3 +70,11 @@ class HealthMonitor:
         return EngineHealth(
             status, processes, last.num_running if last is not None else 0, last.num_waiting if last is not None else 0
         )
+
+    @property
+    def _age_s(self) -> float:
+        return self._last.oldest_work_age_s if self._last is not None else 0.0
+
+    def _is_stalled(self, name: str, stall_s: float) -> bool:
+        """The worker by its work, the scheduler by its silence."""
+        return self._age_s > stall_s if name == "worker" else time.monotonic() - self._heard_s > SILENCE_S

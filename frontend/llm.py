@@ -9,9 +9,10 @@ from typing import Any, Self
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, RequestError
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.frontend.engine_client import EngineClient, News
+from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
+from depthbatch.frontend.live_requests import News
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, RequestOutput
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.prompts import Prompt, assembler_of, describe, encode_prompt, load_model_tokenizer

@@ -1,6 +1,6 @@
-"""Starts the scheduler and worker processes, watches them and ends them. Knows nothing of requests or messages.
+"""Who owns the scheduler and worker processes, as a Protocol; and the owner that starts, watches and ends its own children.
 
-A child is in its own process group (a terminal's Ctrl-C does not reach it), reads the death pipe as its stdin, and
+Knows nothing of requests or messages. A child is in its own process group (a terminal's Ctrl-C does not reach it), reads the death pipe as its stdin, and
 writes its log into the run directory. A process file descriptor becomes readable the moment it dies, so nobody polls.
 """
 
@@ -11,10 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from depthbatch.common.config import EngineConfig
+from depthbatch.common.run_dir import RunDir
 
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _TAIL_BYTES = 8192
@@ -22,8 +26,80 @@ _CHATTER = re.compile(r"^\d{4}-\S+ \S+ (DEBUG|INFO) ")
 _LOG_PREFIX = re.compile(r"^\d{4}-\S+ \S+ [A-Z]+ \w+: ")  # of common.logging
 
 
-class Child:
+class Process(Protocol):
     """One process of the engine."""
+
+    name: str
+    pid: int  # 0 while it is expected
+    fd: int  # readable once the process is dead; its number stays
+
+    @property
+    def alive(self) -> bool:
+        """True also while the process is expected."""
+        ...
+
+    @property
+    def death_noticed(self) -> bool:
+        """True once ``alive`` has been False: its descriptor has nothing more to tell."""
+        ...
+
+    @property
+    def dead_for_s(self) -> float:
+        """Seconds since the death was noticed, 0 while alive."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    def epitaph(self) -> str:
+        """How it died, on one line."""
+        ...
+
+    def last_line(self) -> str:
+        """The last thing it said; "" where that is not to be had."""
+        ...
+
+    def will_return(self) -> bool:
+        """Whether its owner starts it again by itself, so that a death at the start is no end."""
+        ...
+
+
+class Processes(Protocol):
+    """Who owns the scheduler and worker of one engine. Failures of a start show as deaths."""
+
+    outlive_frontend: bool  # True: a scheduler may hold requests of a former frontend
+
+    @property
+    def run_dir(self) -> Path:
+        """Where their sockets are."""
+        ...
+
+    @property
+    def children(self) -> Mapping[str, Process]:
+        """By name."""
+        ...
+
+    def pin_kv_blocks(self, kv_blocks: int) -> None:
+        """A worker that is started from now on must have the KV memory that the scheduler counts with."""
+        ...
+
+    def start(self, name: str) -> None:
+        """Starts (or starts again, or expects) "scheduler" or "worker"; a former one must be dead."""
+        ...
+
+    def restarts(self, name: str) -> int: ...
+
+    def kill(self, name: str) -> None:
+        """Ends one at once and waits until it is gone."""
+        ...
+
+    def stop(self) -> None:
+        """The frontend has no more use for them. Doing it twice is fine."""
+        ...
+
+
+class Child:
+    """A process that we started."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
         self.name = name
@@ -43,12 +119,10 @@ class Child:
 
     @property
     def death_noticed(self) -> bool:
-        """True once ``alive`` has been False: its descriptor has nothing more to tell."""
         return self._died_s is not None
 
     @property
     def dead_for_s(self) -> float:
-        """Seconds since the death was noticed, 0 while alive."""
         return 0.0 if self.alive or self._died_s is None else time.monotonic() - self._died_s
 
     @property
@@ -75,6 +149,9 @@ class Child:
         complaints = (line.strip() for line in reversed(lines) if line.strip() and not _CHATTER.match(line))
         return _LOG_PREFIX.sub("", next(complaints, ""))
 
+    def will_return(self) -> bool:
+        return False
+
     def signal(self, number: int) -> None:
         """Sends a signal to the whole group; a dead one is left in peace."""
         if self.alive:
@@ -97,25 +174,33 @@ class Child:
 
 
 class Launcher:
-    """The children of one engine, by name."""
+    """The processes of one engine as children of this one, in a run directory of its own."""
 
-    def __init__(self, config: EngineConfig, run_dir: Path) -> None:
-        self.config = config  # may be narrowed for later starts
-        self._run_dir = run_dir
+    outlive_frontend = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises ConfigError when there is no place for the run directory."""
         self.children: dict[str, Child] = {}
-        self.starts: dict[str, int] = {}
+        self._config = config
+        self._run_dir = RunDir()
+        self._starts: dict[str, int] = {}
         # The kernel's parent-death signal fires when the *thread* that forked ends, so one lasting thread forks all.
         self._forker = ThreadPoolExecutor(1, thread_name_prefix="forker")
 
-    def start(self, name: str) -> Child:
-        """Starts (or starts again) ``depthbatch.NAME``; a former child of that name must be dead."""
+    @property
+    def run_dir(self) -> Path:
+        return self._run_dir.path
+
+    def pin_kv_blocks(self, kv_blocks: int) -> None:
+        self._config = replace(self._config, kv_blocks=kv_blocks)
+
+    def start(self, name: str) -> None:
+        """Runs ``depthbatch.NAME``."""
         former = self.children.pop(name, None)
         if former is not None:
             former.release()
-        child = self._forker.submit(self._spawn, name).result()
-        self.children[name] = child
-        self.starts[name] = self.starts.get(name, 0) + 1
-        return child
+        self.children[name] = self._forker.submit(self._spawn, name).result()
+        self._starts[name] = self._starts.get(name, 0) + 1
 
     @staticmethod
     def program(name: str) -> list[str]:
@@ -123,13 +208,13 @@ class Launcher:
         return [sys.executable, "-P", "-m", f"depthbatch.{name}"]
 
     def _spawn(self, name: str) -> Child:
-        log_path = self._run_dir / f"{name}.log"
+        log_path = self.run_dir / f"{name}.log"
         command = self.program(name)
         command += [
             "--run-dir",
-            str(self._run_dir),
+            str(self.run_dir),
             "--config",
-            self.config.to_json(),
+            self._config.to_json(),
             "--parent-pid",
             str(os.getpid()),
         ]
@@ -140,16 +225,15 @@ class Launcher:
         return Child(name, process, log_path)
 
     def restarts(self, name: str) -> int:
-        return max(0, self.starts.get(name, 0) - 1)
+        return max(0, self._starts.get(name, 0) - 1)
 
     def kill(self, name: str) -> None:
-        """Ends one child at once and waits until it is gone."""
         child = self.children[name]
         child.signal(signal.SIGKILL)
         child.reap(STOP_GRACE_S)
 
     def stop(self) -> None:
-        """Ends all children: SIGTERM, then SIGKILL after the grace. Doing it twice is fine."""
+        """SIGTERM to all, then SIGKILL after the grace; removes the run directory."""
         for child in self.children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_GRACE_S
@@ -160,3 +244,4 @@ class Launcher:
             child.release()
         self.children.clear()
         self._forker.shutdown()
+        self._run_dir.remove()

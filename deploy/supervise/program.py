@@ -14,7 +14,7 @@ from pathlib import Path
 from depthbatch.common.errors import DepthbatchError
 from depthbatch.common.logging import get_logger, setup_logging
 from depthbatch.common.os_process import die_with_parent, die_with_threads
-from depthbatch.frontend.attach import AttachedProcesses, read_config, read_starts, write_file
+from depthbatch.deploy.supervise.attached import AttachedProcesses, read_config, read_starts, write_file
 from depthbatch.frontend.background import TaskFailedError
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
 

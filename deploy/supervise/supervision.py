@@ -1,7 +1,6 @@
 """Runs the three programs under supervisord and stays in the foreground. Knows supervisord; nothing of requests."""
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -20,19 +19,18 @@ from xmlrpc.client import Error, dumps, loads
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.os_process import end_with_parent
 from depthbatch.common.run_dir import RunDir
 from depthbatch.common.transport import API_ENDPOINT, endpoint
+from depthbatch.deploy.supervise.attached import read_starts, write_config, write_file
 from depthbatch.deploy.supervise.program import HTTP_FILE, RUN_DIR_VARIABLE, URL_FILE
-from depthbatch.frontend.attach import read_starts, write_config, write_file
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
+from depthbatch.frontend.restarts import MAX_RESTARTS, RESTART_WINDOW_S, RestartBudget
 
 CONFIG = Path(__file__).resolve().parent.parent / "supervisord.conf"
-MAX_RESTARTS = 5  # of the frontend within RESTART_WINDOW_S; the frontend itself counts those of the others
-RESTART_WINDOW_S = 60.0
 STOP_MARGIN_S = 15  # from the drain deadline to SIGKILL
 POLL_S = 0.2
 ASK_S = 0.2  # for an answer of supervisord: the frontend asks from its event loop
-_PR_SET_PDEATHSIG = 1
 EXPECTED_CODES = (0, 2)  # exitcodes of the configuration: no restart
 
 
@@ -88,7 +86,8 @@ class Supervision:
         write_file(self.path / HTTP_FILE, json.dumps(asdict(http)))
         self._stop_wait_s = int(http.drain_s) + STOP_MARGIN_S
         self._signals = 0
-        self._start_times: list[float] = []  # of the frontend, monotonic
+        self._starts = 0  # of the frontend, which itself counts the restarts of the others
+        self._budget = RestartBudget()
         self._process = self._start()
         # a pipe, since what supervisord writes to is opened by name: a file would be overwritten, a socket refused
         self._copier = threading.Thread(target=self._copy_output, name="log", daemon=True)
@@ -103,7 +102,6 @@ class Supervision:
             "DEPTHBATCH_STOP_WAIT_S": str(self._stop_wait_s),
         }
         command = [sys.executable, "-P", "-m", "supervisor.supervisord", "-c", str(CONFIG)]
-        libc = ctypes.CDLL(None)
         return subprocess.Popen(
             command,
             env=environment,
@@ -111,7 +109,7 @@ class Supervision:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,  # a terminal's Ctrl-C reaches this process only, which passes it on
-            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            preexec_fn=end_with_parent,
         )
 
     def _copy_output(self) -> None:
@@ -166,10 +164,9 @@ class Supervision:
 
     def _restarts_too_often(self) -> bool:
         starts = read_starts(self.path, "frontend")
-        while len(self._start_times) < starts:
-            self._start_times.append(time.monotonic())
-        recent = [start_s for start_s in self._start_times if start_s > time.monotonic() - RESTART_WINDOW_S]
-        return len(recent) > MAX_RESTARTS
+        spent = [self._budget.spend() for _ in range(starts - self._starts)]
+        self._starts = starts
+        return not all(spent)
 
     def close(self) -> None:
         """Nothing is left running and the run directory is gone."""

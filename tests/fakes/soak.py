@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from depthbatch.deploy.supervise.supervision import MAX_RESTARTS, RESTART_WINDOW_S
+from depthbatch.frontend.restarts import MAX_RESTARTS, RESTART_WINDOW_S
 from fakes.serve_process import DEVICE, ServeProcess, is_alive, wait_until
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

@@ -195,5 +195,7 @@ def test_a_failing_thread_ends_its_process() -> None:
     control = subprocess.run([sys.executable, "-c", THREAD.format(hook=""), "0.5"], capture_output=True, text=True)
     assert control.returncode == 0 and "still here" in control.stdout
     root = Path(run.__file__).parents[2]
-    for program in ("scheduler/__main__.py", "worker/__main__.py", "deploy/supervise/program.py"):
-        assert "die_with_threads()" in (root / program).read_text(), program
+    for program in ("common/os_process.py", "deploy/supervise/program.py"):
+        assert "    die_with_threads()\n" in (root / program).read_text(), program
+    for program in ("scheduler/__main__.py", "worker/__main__.py"):
+        assert "sys.exit(run_child(" in (root / program).read_text(), program

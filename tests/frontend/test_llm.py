@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -199,7 +198,7 @@ def test_child_that_dies_at_start(
     monkeypatch.setattr(EngineClient, "launch", lambda client: (clients.append(client), launch(client))[1])
     with pytest.raises(error, match=message):
         LLM(model)
-    assert not clients[0].run_dir.path.exists()
+    assert not clients[0].run_dir.exists()
     assert not clients[0].descriptors()
 
 
@@ -249,6 +248,6 @@ def test_children_outlive_the_starting_thread() -> None:
 
 def test_run_dir_is_removed() -> None:
     with LLM("demo", quiet=True) as llm:
-        path = Path(llm._client.run_dir.path)
+        path = llm._client.run_dir
         assert path.is_dir()
     assert not path.exists()

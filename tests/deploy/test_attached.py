@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from depthbatch.common.config import EngineConfig
+from depthbatch.deploy.supervise.attached import AttachedProcesses
 from depthbatch.deploy.supervise.supervision import SupervisordClient
-from depthbatch.frontend.attach import AttachedProcesses
-from depthbatch.frontend.engine_client import FATAL_GRACE_S, EngineClient
+from depthbatch.frontend.engine_client import EngineClient
+from depthbatch.frontend.restarts import FATAL_GRACE_S
 
 
 class FakeSupervisor:
@@ -78,10 +79,10 @@ def test_a_death_that_is_made_good_is_waited_out(sleeps: Sleeps, tmp_path: Path)
     client = attached(tmp_path, FakeSupervisor())
     worker.kill()
     worker.wait()
-    poll_until(client, lambda: client._launcher.children["worker"].pid == 0)
+    poll_until(client, lambda: client._processes.children["worker"].pid == 0)
     assert client.failure is None
     successor = sleeps.start("worker")
-    poll_until(client, lambda: client._launcher.children["worker"].pid == successor.pid)
+    poll_until(client, lambda: client._processes.children["worker"].pid == successor.pid)
     assert client.failure is None
     client.close()
 
@@ -107,10 +108,10 @@ def test_a_worker_of_a_former_scheduler_is_replaced(sleeps: Sleeps, tmp_path: Pa
     assert old.wait(10) == -9
     end_s = time.monotonic() + 2 * FATAL_GRACE_S
     poll_until(client, lambda: time.monotonic() > end_s)
-    assert client.failure is None and client._launcher.children["worker"].pid == 0
-    assert not client._restart_times, "its end is no fault"
+    assert client.failure is None and client._processes.children["worker"].pid == 0
+    assert not client._restarts._budget.spent, "its end is no fault"
     successor = sleeps.start("worker")
-    poll_until(client, lambda: client._launcher.children["worker"].pid == successor.pid)
+    poll_until(client, lambda: client._processes.children["worker"].pid == successor.pid)
     client.close()
 
 

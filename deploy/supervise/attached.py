@@ -1,6 +1,6 @@
 """Scheduler and worker that somebody else runs (supervisord): seen through a run directory, never started from here.
 
-Same interface as the launcher, so that the engine client need not know. Each program writes RUN/NAME.pid before it
+Each program writes RUN/NAME.pid before it
 does anything else; whoever supervises starts it again after a fault. A process that is gone is "pending" until its
 successor has written its pid, or the supervisor says that there will be none.
 """
@@ -10,31 +10,17 @@ import os
 import select
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.transport import endpoint
 
 START_S = 30.0  # from the death of a process to its successor's pid
 ASK_EVERY_S = 1.0  # the supervisor, about a process that is expected
 KILL_S = 5.0
 STALE_S = 2.0  # a worker that much older than its scheduler belongs to a former one
 CONFIG_FILE = "engine.json"
-
-
-@dataclass(frozen=True)
-class ForeignRunDir:
-    """A run directory that somebody else made, and will remove."""
-
-    path: Path
-
-    def endpoint(self, name: str) -> str:
-        return endpoint(self.path, name)
-
-    def remove(self) -> None:
-        """Not ours to do."""
 
 
 class Supervisor(Protocol):
@@ -62,7 +48,6 @@ class AttachedProcess:
 
     @property
     def alive(self) -> bool:
-        """True also while the process is expected."""
         if self._died_s is not None:
             return False
         if self.pid == 0:
@@ -85,8 +70,7 @@ class AttachedProcess:
         return 0.0 if self.alive or self._died_s is None else time.monotonic() - self._died_s
 
     def epitaph(self) -> str:
-        if self.exit_code is None:
-            self.exit_code = self._supervisor.exit_code(self.name)
+        self._learn_exit_code()
         if self.pid == 0 and self.exit_code is None:
             return f"{self.name} was not started within {START_S:g} s"
         return f"{self.name} died" + ("" if self.exit_code is None else f" (exit code {self.exit_code})")
@@ -95,8 +79,12 @@ class AttachedProcess:
         """Its log is the supervisor's."""
         return ""
 
+    def will_return(self) -> bool:
+        """Its supervisor has not given it up: this frontend, started again itself, met it at a bad moment."""
+        self._learn_exit_code()
+        return self.pid != 0 and self.exit_code is None
+
     def kill(self) -> None:
-        """Ends it and waits until it is gone."""
         if self.alive and self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -104,6 +92,10 @@ class AttachedProcess:
 
     def release(self) -> None:
         os.close(self.fd)
+
+    def _learn_exit_code(self) -> None:
+        if self.exit_code is None:
+            self.exit_code = self._supervisor.exit_code(self.name)
 
     def _ask_supervisor(self) -> None:
         """Not at every look: the answer takes time, and requests and probes wait for it."""
@@ -125,23 +117,19 @@ class AttachedProcess:
 class AttachedProcesses:
     """The scheduler and worker of one run directory."""
 
+    outlive_frontend = True
+
     def __init__(self, run_dir: Path, config: EngineConfig, supervisor: Supervisor) -> None:
         self.run_dir = run_dir
         self.children: dict[str, AttachedProcess] = {}
         self._config = config
         self._supervisor = supervisor
 
-    @property
-    def config(self) -> EngineConfig:
-        return self._config
+    def pin_kv_blocks(self, kv_blocks: int) -> None:
+        """The programs read their configuration from the run directory."""
+        write_config(self.run_dir, replace(self._config, kv_blocks=kv_blocks))
 
-    @config.setter
-    def config(self, config: EngineConfig) -> None:
-        """What later starts run with: the programs read it from the run directory."""
-        self._config = config
-        write_config(self.run_dir, config)
-
-    def start(self, name: str) -> AttachedProcess:
+    def start(self, name: str) -> None:
         """Expects a (new) process of that name."""
         former = self.children.pop(name, None)
         former_pid = 0
@@ -150,9 +138,7 @@ class AttachedProcesses:
             former_pid = former.pid
         elif name == "worker":
             former_pid = self._end_stale_worker()
-        child = AttachedProcess(name, self.run_dir, self._supervisor, former_pid)
-        self.children[name] = child
-        return child
+        self.children[name] = AttachedProcess(name, self.run_dir, self._supervisor, former_pid)
 
     def restarts(self, name: str) -> int:
         return max(0, read_starts(self.run_dir, name) - 1)

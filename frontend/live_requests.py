@@ -1,0 +1,105 @@
+"""The requests of one engine that have not ended, with all it takes to submit them again. Knows no socket and no process."""
+
+import heapq
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from depthbatch.common.errors import DepthbatchError
+from depthbatch.common.frames import logprob_fields
+from depthbatch.common.messages import EngineInfo, FinishReason, RequestParams, Submit, SubmitAll, TokenEvent
+from depthbatch.frontend.grammar import refusal
+
+# a request's id with what has come for it; an event's prompt_logprobs are those of the whole prompt, with its first token
+News = tuple[int, TokenEvent | DepthbatchError]
+
+
+@dataclass
+class LiveRequest:
+    """What it takes to submit a request again."""
+
+    prompt: bytes  # int32
+    params: RequestParams
+    generated: "array[int]" = field(default_factory=lambda: array("i"))
+    depths: bytearray = field(default_factory=bytearray)  # exit depth of each of them
+    cuts: bytes = b""  # int32, where the prompt was cut, if that matters
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # until they go out with the first token
+    prompt_logprobs_sent: int = 0  # prompt tokens whose logprobs have come
+
+
+class LiveRequests:
+    """By id. An id is never used twice; ``next_id`` is the one that the next request gets."""
+
+    def __init__(self, first_id: int) -> None:
+        self.next_id = first_id
+        self._live: dict[int, LiveRequest] = {}
+        self._deadlines: list[tuple[float, int]] = []  # heap of (monotonic s, request id)
+
+    def __bool__(self) -> bool:
+        return bool(self._live)
+
+    def add(self, prompt_ids: Sequence[int], params: RequestParams, timeout_s: float | None) -> int:
+        """A request with parameters that were checked; returns its id."""
+        request_id = self.next_id
+        self.next_id += 1
+        self._live[request_id] = LiveRequest(np.asarray(prompt_ids, dtype=np.int32).tobytes(), params)
+        if timeout_s is not None:
+            heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request_id))
+        return request_id
+
+    def drop(self, request_id: int) -> bool:
+        """False when it is not live (any more)."""
+        return self._live.pop(request_id, None) is not None
+
+    def submit(self, request_id: int) -> Submit:
+        """The message that begins it, or goes on with it after the tokens that have come."""
+        live = self._live[request_id]
+        generated, depths = live.generated.tobytes(), bytes(live.depths)
+        return Submit(request_id, live.prompt, live.params, generated, depths, live.prompt_logprobs_sent, live.cuts)
+
+    def submit_all(self) -> SubmitAll:
+        return SubmitAll(tuple(map(self.submit, self._live)))
+
+    def take(self, event: TokenEvent, info: EngineInfo) -> News | None:
+        """Books what the scheduler tells. None: there is nothing to tell yet, or nobody (aborted here, not yet there)."""
+        live = self._live.get(event.request_id)
+        if live is None:
+            return None
+        if event.prompt_logprobs:
+            live.prompt_logprobs.append(event.prompt_logprobs)
+            live.prompt_logprobs_sent += len(event.prompt_logprobs) // (4 * logprob_fields(info.max_logprobs))
+        if event.finish_reason is None and not event.token_ids:
+            return None
+        live.generated.extend(event.token_ids)
+        live.depths.extend(event.exit_depths)
+        live.cuts = event.cuts or live.cuts
+        if event.finish_reason is not None:
+            del self._live[event.request_id]
+        if event.finish_reason is FinishReason.ERROR:
+            return event.request_id, refusal(live.params.grammar, event.failure)
+        if live.prompt_logprobs:
+            rows = b"".join(live.prompt_logprobs) if event.token_ids else b""  # else they are not all there
+            event = msgspec.structs.replace(event, prompt_logprobs=rows)
+            live.prompt_logprobs.clear()
+        return event.request_id, event
+
+    def seconds_to_deadline(self, most_s: float) -> float:
+        """Until the first deadline, 0 to ``most_s``."""
+        left_s = self._deadlines[0][0] - time.monotonic() if self._deadlines else most_s
+        return max(0.0, min(most_s, left_s))
+
+    def overdue(self) -> Iterator[int]:
+        """Ids whose deadline is over, each once; some may have ended before."""
+        now_s = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            yield heapq.heappop(self._deadlines)[1]
+
+    def fail(self, error: DepthbatchError) -> list[News]:
+        """Ends them all."""
+        news: list[News] = [(request_id, error) for request_id in self._live]
+        self._live.clear()
+        return news

@@ -1,0 +1,137 @@
+"""What a death of a process means, decided over processes that exist in name alone."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from depthbatch.common.errors import ConfigError, EngineDeadError
+from depthbatch.common.messages import Fatal
+from depthbatch.frontend import restarts
+from depthbatch.frontend.restarts import FATAL_GRACE_S, MAX_RESTARTS, RESTART_WINDOW_S, RestartBudget, Restarts
+
+
+@dataclass
+class Named:
+    """A process that is what the test says."""
+
+    name: str
+    alive: bool = True
+    dead_for_s: float = 0.0
+    exit_code: int | None = None
+    returns: bool = False
+    pid: int = 1
+    fd: int = 1
+
+    @property
+    def death_noticed(self) -> bool:
+        return not self.alive
+
+    def epitaph(self) -> str:
+        return f"{self.name} died"
+
+    def last_line(self) -> str:
+        return ""
+
+    def will_return(self) -> bool:
+        return self.returns
+
+    def die(self, dead_for_s: float = 2 * FATAL_GRACE_S) -> "Named":
+        self.alive, self.dead_for_s = False, dead_for_s
+        return self
+
+
+@dataclass
+class NamedProcesses:
+    """Their owner, who notes what it is asked for."""
+
+    outlive_frontend: bool = False
+    run_dir: Path = Path()
+    children: dict[str, Named] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def pin_kv_blocks(self, kv_blocks: int) -> None:
+        self.asked.append(f"pin {kv_blocks}")
+
+    def start(self, name: str) -> None:
+        self.asked.append(f"start {name}")
+        self.children[name] = Named(name)
+
+    def restarts(self, name: str) -> int:
+        return 0
+
+    def kill(self, name: str) -> None:
+        self.asked.append(f"kill {name}")
+
+    def stop(self) -> None: ...
+
+
+def started() -> tuple[NamedProcesses, Restarts]:
+    processes = NamedProcesses()
+    watch = Restarts(processes)
+    watch.start()
+    processes.asked.clear()
+    return processes, watch
+
+
+def test_the_budget_comes_back_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies at every start must not be started for ever; one that dies now and then must be."""
+    now_s = 100.0
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now_s)
+    budget = RestartBudget()
+    assert [budget.spend() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
+    now_s += RESTART_WINDOW_S + 1
+    assert budget.spent == 0 and budget.spend()
+
+
+def test_a_dead_scheduler_gets_a_fresh_worker() -> None:
+    """The K/V of the old worker belongs to nobody the new scheduler knows; a worker alone is replaced alone."""
+    processes, watch = started()
+    watch._served = True
+    processes.children["worker"].die()
+    loss = watch.look()
+    assert loss is not None and loss.failure is None and not loss.of_scheduler
+    watch.replace(loss)
+    assert processes.asked == ["start worker"] and watch.look() is None
+    processes.asked.clear()
+    processes.children["scheduler"].die()
+    loss = watch.look()
+    assert loss is not None and loss.of_scheduler
+    watch.replace(loss)
+    assert processes.asked == ["kill worker", "start scheduler", "start worker"]
+
+
+def test_restarts_that_do_not_help_end_the_engine() -> None:
+    """With the reason of the last death, not a loop of starts."""
+    processes, watch = started()
+    watch._served = True
+    for _ in range(MAX_RESTARTS):
+        processes.children["worker"].die()
+        loss = watch.look()
+        assert loss is not None and loss.failure is None
+        watch.replace(loss)
+    processes.children["worker"].die()
+    watch.last_words = Fatal("worker", "out of memory")
+    loss = watch.look()
+    assert loss is not None and str(loss.failure) == "restarting does not help: out of memory"
+
+
+def test_a_death_at_the_start_is_final_and_has_a_reason() -> None:
+    """Last words may still come for a moment; then the exit code tells the user's mistake from a fault. A process that
+    its owner will start again is waited for."""
+    processes, watch = started()
+    worker = processes.children["worker"].die(0.0)
+    assert watch.look() is None
+    worker.dead_for_s = 2 * FATAL_GRACE_S
+    worker.exit_code = 2
+    loss = watch.look()
+    assert loss is not None and isinstance(loss.failure, ConfigError)
+    worker.exit_code = 1
+    loss = watch.look()
+    assert loss is not None and isinstance(loss.failure, EngineDeadError) and str(loss.failure) == "worker died"
+    worker.returns = True
+    loss = watch.look()
+    assert loss is not None and loss.failure is None
+    watch.last_words = Fatal("worker", "no such model", user_error=True)
+    loss = watch.look()
+    assert loss is not None and isinstance(loss.failure, ConfigError) and str(loss.failure) == "no such model"
