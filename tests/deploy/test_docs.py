@@ -177,5 +177,18 @@ def test_blocks_of_the_python_page_run() -> None:
         assert run.returncode == 0 and "[4" in run.stdout, run.stderr
 
 
+def test_sweep_of_the_page_runs(tmp_path: Path) -> None:
+    """Bug: the example had a K above one of its W, which the scheduler refuses."""
+    found = re.search(
+        r"(?:^    .*\n)*^    \[axes\]\n(?:^    .*\n)*", (ROOT / "docs" / "sweeps.md").read_text(), re.MULTILINE
+    )
+    assert found is not None
+    path = tmp_path / "sweep.toml"
+    path.write_text(textwrap.dedent(found[0]))
+    assert main(["bench", "sweep", str(path), "--output-dir", str(tmp_path), "--requests", "8"]) == 0
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["rows"]) == 20  # 4 groups of 4 policies, and their cb
+    assert (tmp_path / "w.png").stat().st_size > 0
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
