@@ -16,7 +16,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, EngineDeadError
 from depthbatch.common.messages import EngineInfo, FinishReason, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.frontend.background import background, failure_of
+from depthbatch.frontend.background import background, failure_of, panics_as_errors
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
@@ -310,11 +310,12 @@ class AsyncEngine:
         """Handles what has come and gives all news to those who wait for it."""
         self._pump_is_due = False
         try:
-            for news in self._client.poll():
-                mailbox = self._mailboxes.get(news[0])
-                if mailbox is not None:
-                    mailbox.put(news)
-            self._watch()
+            with panics_as_errors():
+                for news in self._client.poll():
+                    mailbox = self._mailboxes.get(news[0])
+                    if mailbox is not None:
+                        mailbox.put(news)
+                self._watch()
         except Exception as error:
             self.fail("engine pump", error)
         self._changed.set()

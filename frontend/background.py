@@ -5,7 +5,8 @@ hang with requests in it. Knows neither what the work is nor what the handler do
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from depthbatch.common.errors import EngineDeadError
@@ -17,6 +18,23 @@ log = get_logger("frontend")
 
 # A broken connection, or an answer's generator that fails while it is closed, is the trouble of one client.
 _OF_ONE_CLIENT = ("protocol", "transport", "asyncgen")
+
+
+class PanicError(RuntimeError):
+    """In place of a panic. One request's trouble; the log has the details."""
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turns a panic, a BaseException that is neither an Exception nor one of Python's own (native libraries raise them),
+    into PanicError: handlers of Exception would let it through, and whoever waits would wait for ever."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as panic:
+        log.critical("%s: %s", type(panic).__name__, " ".join(str(panic).split())[:1000], exc_info=panic)
+        raise PanicError(f"{type(panic).__name__}: the log of the frontend has the details") from panic
 
 
 class TaskFailedError(EngineDeadError):

@@ -17,7 +17,7 @@ from depthbatch.common.errors import DecodeError, DepthbatchError, RequestError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.transport import Received, Router
 from depthbatch.frontend.async_engine import AsyncEngine
-from depthbatch.frontend.background import background, check
+from depthbatch.frontend.background import background, check, panics_as_errors
 from depthbatch.frontend.output import OutputDelta
 from depthbatch.frontend.params import SamplingParams
 
@@ -118,8 +118,9 @@ class ZmqApi:
 
     def _receive(self) -> None:
         try:
-            while (received := self._router.receive()) is not None:
-                self._dispatch(received)
+            with panics_as_errors():
+                while (received := self._router.receive()) is not None:
+                    self._dispatch(received)
         except Exception as error:
             self._engine.fail("ZMQ API receiver", error)
 
@@ -159,11 +160,9 @@ class ZmqApi:
     async def _stream(self, key: Key, verb: SubmitVerb) -> None:
         """One request from submit to its terminal message."""
         try:
-            unknown = verb.params.keys() - _FIELDS
-            if unknown:
-                raise RequestError(f"unknown parameter {min(unknown)!r}", min(unknown))
-            async with aclosing(self._engine.generate(verb.prompt, SamplingParams(**verb.params))) as deltas:
-                await self._send_deltas(key, deltas)
+            with panics_as_errors():
+                async with aclosing(self._engine.generate(verb.prompt, _params(verb.params))) as deltas:
+                    await self._send_deltas(key, deltas)
         except DepthbatchError as error:
             self._router.reply(key.peer, **_error_fields(key, error))
         except Exception as error:
@@ -202,6 +201,17 @@ class ZmqApi:
             self._router.reply(peer, **_error_fields(Key(peer, ""), error) | {"id": None})
             return
         self._router.reply(peer, type="stats", values={**values, "api_decode_errors": self.decode_errors})
+
+
+def _params(fields: dict[str, Any]) -> SamplingParams:
+    """Raises RequestError."""
+    unknown = fields.keys() - _FIELDS
+    if unknown:
+        raise RequestError(f"unknown parameter {min(unknown)!r}", min(unknown))
+    try:
+        return SamplingParams(**fields)
+    except RecursionError:
+        raise RequestError("params are nested too deeply", "params") from None
 
 
 def _error_fields(key: Key, error: Exception) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.errors import as_api_error
 
 T = TypeVar("T")
@@ -79,11 +80,12 @@ class EventStream(Response):
         started = False
         async with contextlib.aclosing(self.events) as events:
             try:
-                async for chunk in events:
-                    if not started:
-                        started = True
-                        await self._start(send)
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                with panics_as_errors():
+                    async for chunk in events:
+                        if not started:
+                            started = True
+                            await self._start(send)
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:
                 failure = as_api_error(error)
                 if not started:

@@ -4,6 +4,7 @@ import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.errors import ApiError
 from depthbatch.frontend.http.turnstile import Turnstile
 
@@ -79,6 +80,7 @@ class Edge:
             started = True
             await send(message)
 
-        await self.app(scope, counted_receive, guarded_send)
+        with panics_as_errors():
+            await self.app(scope, counted_receive, guarded_send)
         if too_large and not started:
             await BodyTooLarge(self.max_body_bytes).response()(scope, receive, send)

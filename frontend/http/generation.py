@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from depthbatch.common.errors import EngineDeadError
+from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.admission import Admission
 from depthbatch.frontend.http.contract import Engine, Output
 from depthbatch.frontend.http.errors import ApiError
@@ -144,9 +145,10 @@ class Generation:
 
         async def pump(job: Job) -> None:
             try:
-                async with contextlib.aclosing(self._one(job, client_id)) as pieces:
-                    async for piece in pieces:
-                        queue.put_nowait(piece)
+                with panics_as_errors():
+                    async with contextlib.aclosing(self._one(job, client_id)) as pieces:
+                        async for piece in pieces:
+                            queue.put_nowait(piece)
                 queue.put_nowait(None)
             except Exception as error:
                 queue.put_nowait(error)

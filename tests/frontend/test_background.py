@@ -21,7 +21,9 @@ from depthbatch.frontend.client import Client
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.http import run
 from depthbatch.frontend.http.generation import Registry
+from depthbatch.frontend.output import OutputAssembler
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.tokenizer import Tokenizer
 from depthbatch.frontend.zmq_api import ApiRouter, ZmqApi
 from fakes.install import use_fake_engine
 from fakes.running import LIMIT_S, RunningFrontend
@@ -199,3 +201,58 @@ def test_a_failing_thread_ends_its_process() -> None:
         assert "    die_with_threads()\n" in (root / program).read_text(), program
     for program in ("scheduler/__main__.py", "worker/__main__.py"):
         assert "sys.exit(run_child(" in (root / program).read_text(), program
+
+
+class Panic(BaseException):
+    """What native libraries raise: no Exception."""
+
+
+@pytest.mark.parametrize("where", [(OutputAssembler, "push"), (Tokenizer, "encode"), (EngineClient, "check")])
+@pytest.mark.parametrize(
+    "body",
+    [{"n": 1}, {"n": 3}, {"n": 1, "stream": True}, {"n": 2, "stream": True}, {"prompt": ["a", "b"]}, None],
+)
+def test_a_panic_is_one_requests_trouble(
+    frontend: RunningFrontend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: tuple[type, str],
+    body: dict[str, Any] | None,
+) -> None:
+    """Bug: a BaseException that is no Exception left a request with n >= 2 without an answer for ever, and ended the
+    frontend when it came by ZMQ (``body`` None). Wherever it is raised its request gets an error, the log has its name,
+    and the next request is served."""
+
+    def panicking(*_: Any, **__: Any) -> Any:
+        raise Panic("on purpose")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(*where, panicking)
+        if body is None:
+            native = Client(f"ipc://{frontend.engine.run_dir}/api", LIMIT_S)
+            with pytest.raises(RuntimeError, match="Panic"):
+                list(native.generate("ab", max_tokens=3))
+            native.close()
+        else:
+            answer = httpx.post(
+                frontend.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 3} | body, timeout=LIMIT_S
+            )
+            assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+            assert "on purpose" not in answer.text
+    assert any("Panic: on purpose" in record.getMessage() for record in caplog.records)
+    good = httpx.post(frontend.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 3, "n": 2}, timeout=LIMIT_S)
+    assert good.status_code == 200 and len(good.json()["choices"]) == 2
+    assert httpx.get(frontend.url + "/health", timeout=LIMIT_S).status_code == 200
+
+
+@pytest.mark.parametrize("where", [(EngineClient, "poll"), (ApiRouter, "receive")])
+def test_a_panic_of_the_engines_own_work_ends_the_process(
+    frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
+    """Bug: the same where no request is to blame was caught by nobody: the process went on without its pump."""
+
+    def panicking(*_: Any, **__: Any) -> Any:
+        raise Panic("on purpose")
+
+    monkeypatch.setattr(*where, panicking)
+    assert isinstance(frontend.end(), TaskFailedError)

@@ -14,18 +14,22 @@ import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from depthbatch.common.errors import ConfigError
+from depthbatch.common.errors import ConfigError, DecodeError
 from depthbatch.common.messages import (
     WIRE_VERSION,
     Abort,
     FrontendMessage,
     GetStats,
     Hello,
+    MessageDecoder,
     SchedulerMessage,
     SchedulerStats,
+    WorkerCommand,
+    WorkerMessage,
 )
 from depthbatch.common.run_dir import RunDir
 from depthbatch.common.transport import Dealer, Received, Router, endpoint
+from depthbatch.frontend.zmq_api import ApiRequest
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -99,6 +103,35 @@ def test_random_bytes_are_counted_and_skipped(parts: list[bytes], tmp_path_facto
         assert router.decode_errors == 1
     dealer.close(0)
     router.close(0)
+
+
+NESTED = 100_000
+HOSTILE = {
+    "lists in a field of any type": b"\x84\xa4verb\xa6submit\xa2id\x01\xa6prompt\xa1x\xa6params\x81\xa1a"
+    + b"\x91" * NESTED,
+    "maps in a field of any type": b"\x84\xa4verb\xa6submit\xa2id\x01\xa6prompt\xa1x\xa6params" + b"\x81\xa1a" * NESTED,
+    "lists": b"\x91" * NESTED,
+    "maps as keys": b"\x81" * NESTED,
+    "lists in a field there is none of": b"\x82\xa4verb\xa5stats\xa1z" + b"\x91" * NESTED,
+    "a list of four billion": b"\xdd\xff\xff\xff\xff",
+    "a map of four billion": b"\xdf\xff\xff\xff\xff",
+    "a text of four billion": b"\xdb\xff\xff\xff\xff",
+    "bytes that are no UTF-8": b"\x82\xa4verb\xa5abort\xa2id\xa3\xed\xa0\x80",
+    "a time out of range": b"\xc7\x0c\xff" + b"\xff" * 12,
+    "an extension": b"\xc7\x03\x05abc",
+    "no type": b"\xc1",
+    "two verbs, one unknown": b"\x82\xa4verb\xa5stats\xa4verb\xa3fly",
+    "a number for a list": b"\x83\xa4verb\xa6submit\xa2id\x01\xa6prompt\x01",
+}
+
+
+@pytest.mark.parametrize("union", [FrontendMessage, SchedulerMessage, WorkerCommand, WorkerMessage, ApiRequest])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bytes_are_a_decode_error(name: str, union: object) -> None:
+    """Bug: 3 kB of nested lists ended the frontend, by a RecursionError that was taken for a failure of its own."""
+    with pytest.raises(DecodeError, match="bad message") as caught:
+        MessageDecoder(union).decode(HOSTILE[name])
+    assert len(str(caught.value)) < 300
 
 
 def test_gone_peer_is_reported(context: Context, address: str) -> None:

@@ -1,12 +1,14 @@
 """The native API with its own client, over the fake engine: one terminal message a request, whatever the client does."""
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from depthbatch.common.transport import endpoint
@@ -120,6 +122,43 @@ def test_bad_messages(address: str) -> None:
         client.close()
 
     assert serve(address, body) == 6
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "max_tokens",
+        "stop",
+        "regex",
+        "json_schema",
+        "choice",
+        "logit_bias",
+        "exit_depths",
+        "gate",
+        "seed",
+    ],
+)
+def test_deep_values_are_the_requests_error(address: str, name: str) -> None:
+    """Bug: 3 kB of nesting ended the frontend. Deeper than the decoder goes it is no message; shallower it is an error of
+    its field, or of the engine that has none, and the server goes on either way."""
+
+    def body(address: str) -> None:
+        client = Client(address)
+        for request_id, (depth, as_map) in enumerate(
+            itertools.product((2, 300, 480, 900, 3000, 30_000), (True, False))
+        ):
+            head = msgpack.packb({"verb": "submit", "id": request_id, "prompt": [5]})
+            inner = (b"\x81\xa1a" if as_map else b"\x91") * depth + b"\x01"
+            client.socket.send(b"\x84" + head[1:] + msgpack.packb("params") + b"\x81" + msgpack.packb(name) + inner)
+            error = client.receive()
+            assert error["type"] == "error", (depth, as_map)
+            assert error["error"] in ("decode", "request"), (depth, as_map, error)
+            assert len(error["message"]) < 400
+        assert [m["type"] for m in client.generate([7], max_tokens=1)][-1] == "finished"
+        client.close()
+
+    serve(address, body)
 
 
 def test_ids_belong_to_the_connection(address: str) -> None:
