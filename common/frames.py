@@ -15,7 +15,7 @@ replays. Padding rows are all zero: slot 0 and block 0 are dummies. ::
         start:   position of the chunk's first token          sample: 1 if the chunk ends its prompt (logits wanted)
         updates: (slot, block_table index, logical block)
 
-    slot parameters (optional second frame, applied before the stage):  int32 [n, SLOT_PARAM_FIELDS], see SlotParam
+    slot parameters (optional second frame, applied before the stage):  n rows of SLOT_PARAMS
 
 Rarer inputs and outputs travel as bytes inside the messages (StageExtra, StageResult)::
 
@@ -54,38 +54,43 @@ class Stage(IntEnum):
         return self.name.lower()
 
 
-class SlotParam(IntEnum):
-    """Columns of the slot parameter frame. F32 columns hold the bits of a float32."""
-
-    SLOT = 0
-    GATE = 1
-    EXIT_THRESHOLD = 2  # f32
-    TEMPERATURE = 3  # f32, 0 = greedy
-    TOP_K = 4  # 0 = off
-    TOP_P = 5  # f32
-    MIN_P = 6  # f32
-    SEED_LOW = 7
-    SEED_HIGH = 8
-    FIRST_OUTPUT = 9  # position of the request's first output token (= prompt length)
-    STATE_SEED = 10  # seed of the initial recurrent state (Huginn, state_init = seeded)
-    PRESENCE = 11  # f32
-    FREQUENCY = 12  # f32
-    REPETITION = 13  # f32, 0 = 1 = off
-    MIN_UNTIL = 14  # position of the first output token that may be a stop token (prompt length + min_tokens)
-    ADJUSTMENTS = 15  # entries of the slot's adjustment table
-    CONSTRAINED = 16  # 1 = a grammar says which tokens are allowed
-
-
-SLOT_PARAM_FIELDS = len(SlotParam)
-SLOT_PARAM_FLOATS = (
-    SlotParam.EXIT_THRESHOLD,
-    SlotParam.TEMPERATURE,
-    SlotParam.TOP_P,
-    SlotParam.MIN_P,
-    SlotParam.PRESENCE,
-    SlotParam.FREQUENCY,
-    SlotParam.REPETITION,
+SLOT_PARAMS = np.dtype(
+    [
+        ("slot", "<i4"),
+        ("gate", "<i4"),  # the gate in force
+        ("exit_threshold", "<f4"),
+        ("temperature", "<f4"),  # 0 = greedy
+        ("top_k", "<i4"),  # 0 = off
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("seed_low", "<i4"),
+        ("seed_high", "<i4"),
+        ("first_output", "<i4"),  # position of the request's first output token (= prompt length)
+        ("state_seed", "<i4"),  # seed of the initial recurrent state (Huginn, state_init = seeded)
+        ("presence_penalty", "<f4"),
+        ("frequency_penalty", "<f4"),
+        ("repetition_penalty", "<f4"),  # 0 = 1 = off
+        ("min_until", "<i4"),  # position of the first output token that may be a stop token (prompt + min_tokens)
+        ("adjustments", "<i4"),  # entries of the slot's adjustment table
+        ("constrained", "<i4"),  # 1 = a grammar says which tokens are allowed
+    ]
 )
+"""One row of the slot parameter frame. Every field is 4 bytes, so that a row is int32 words to who only moves it. A
+field that has a RequestParams field's name carries its value."""
+SLOT_PARAM_WORDS = SLOT_PARAMS.itemsize // 4
+SlotParamRows = npt.NDArray[np.void]  # of SLOT_PARAMS
+
+
+def slot_param_rows(words: Int32Array) -> SlotParamRows:
+    """The rows [n] of a slot parameter frame of n * SLOT_PARAM_WORDS int32, as a view."""
+    return words.reshape(-1).view(SLOT_PARAMS)
+
+
+def slot_param_words(rows: SlotParamRows) -> Int32Array:
+    """The inverse: rows [n] as int32 [n, SLOT_PARAM_WORDS], as a view."""
+    return rows.view(np.int32).reshape(-1, SLOT_PARAM_WORDS)
+
+
 MAX_ADJUSTMENTS = 1024  # entries of a slot's adjustment table: logit_bias, and stop tokens while min_tokens holds
 MAX_LOGPROBS = 20  # likeliest tokens a logprob comes with
 ADJUSTMENT_FIELDS, TARGET_FIELDS, FORCED_TOKEN_FIELDS = 4, 2, 2

@@ -3,7 +3,6 @@
 common/frames.py gives the layouts.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +13,10 @@ from depthbatch.common.frames import (
     ROW_FIELDS,
     ROW_POSITION,
     ROW_SLOT,
-    SLOT_PARAM_FIELDS,
+    SLOT_PARAMS,
     TARGET_FIELDS,
     Int32Array,
-    SlotParam,
+    slot_param_words,
 )
 from depthbatch.common.messages import PLAIN, GrammarStart, RequestParams, StageBatch, StageExtra, Variant
 from depthbatch.scheduler.rebuild import chunk_depths, forced_token
@@ -32,7 +31,7 @@ class ScheduledStage(NamedTuple):
 
     header: StageBatch
     frame: Int32Array  # flat for prefill, [3, bucket] for decode stages
-    slot_params: Int32Array | None  # [n, SLOT_PARAM_FIELDS]
+    slot_params: Int32Array | None  # [n, SLOT_PARAM_WORDS]
 
 
 class PrefillChunk(NamedTuple):
@@ -84,39 +83,25 @@ def prefill_frame(chunks: list[PrefillChunk]) -> Int32Array:
 
 
 def slot_param_frame(requests: list[Request]) -> Int32Array | None:
-    """One row a request, None without requests."""
+    """One row of SLOT_PARAMS a request; None without requests."""
     if not requests:
         return None
-    frame = np.zeros((len(requests), SLOT_PARAM_FIELDS), np.int32)
-    floats = frame.view(np.float32)
-    for column, value_of in _INT_COLUMNS.items():
-        frame[:, column] = [value_of(request) for request in requests]
-    for column, name in _FLOAT_COLUMNS.items():
-        floats[:, column] = [getattr(request.params, name) for request in requests]
-    return frame
+    rows, params = np.zeros(len(requests), SLOT_PARAMS), [request.params for request in requests]
+    for name in _OF_PARAMS:
+        rows[name] = [getattr(each, name) for each in params]
+    rows["slot"] = [request.slot for request in requests]
+    rows["gate"] = [request.gate for request in requests]
+    rows["seed_low"] = [_as_int32(each.seed & 0xFFFFFFFF) for each in params]
+    rows["seed_high"] = [_as_int32(each.seed >> 32 & 0xFFFFFFFF) for each in params]
+    rows["state_seed"] = rows["seed_low"] ^ rows["seed_high"]
+    rows["first_output"] = [request.prompt.size for request in requests]
+    rows["min_until"] = [request.prompt.size + request.params.min_tokens for request in requests]
+    rows["adjustments"] = [num_adjustments(each) for each in params]
+    rows["constrained"] = [bool(each.grammar) for each in params]
+    return slot_param_words(rows)
 
 
-_FLOAT_COLUMNS = {
-    SlotParam.EXIT_THRESHOLD: "exit_threshold",
-    SlotParam.TEMPERATURE: "temperature",
-    SlotParam.TOP_P: "top_p",
-    SlotParam.MIN_P: "min_p",
-    SlotParam.PRESENCE: "presence_penalty",
-    SlotParam.FREQUENCY: "frequency_penalty",
-    SlotParam.REPETITION: "repetition_penalty",
-}
-_INT_COLUMNS: dict[SlotParam, Callable[[Request], int]] = {
-    SlotParam.SLOT: lambda request: request.slot,
-    SlotParam.GATE: lambda request: request.gate,
-    SlotParam.TOP_K: lambda request: request.params.top_k,
-    SlotParam.SEED_LOW: lambda request: _as_int32(request.params.seed & 0xFFFFFFFF),
-    SlotParam.SEED_HIGH: lambda request: _as_int32(request.params.seed >> 32 & 0xFFFFFFFF),
-    SlotParam.FIRST_OUTPUT: lambda request: request.prompt.size,
-    SlotParam.MIN_UNTIL: lambda request: request.prompt.size + request.params.min_tokens,
-    SlotParam.ADJUSTMENTS: lambda request: num_adjustments(request.params),
-    SlotParam.CONSTRAINED: lambda request: bool(request.params.grammar),
-    SlotParam.STATE_SEED: lambda request: _as_int32((request.params.seed ^ request.params.seed >> 32) & 0xFFFFFFFF),
-}
+_OF_PARAMS = tuple(name for name in SLOT_PARAMS.names or () if name in RequestParams.__struct_fields__)
 
 
 def _as_int32(bits: int) -> int:

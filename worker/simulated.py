@@ -19,10 +19,10 @@ from depthbatch.common.frames import (
     ROW_FIELDS,
     ROW_POSITION,
     ROW_SLOT,
-    SLOT_PARAM_FIELDS,
     Int32Array,
-    SlotParam,
+    SlotParamRows,
     Stage,
+    slot_param_rows,
     split_prefill_frame,
 )
 from depthbatch.common.gates import Gate
@@ -109,7 +109,7 @@ class SimulatedRunner:
         arrived_s = time.monotonic()
         check_stage(header, frame, slot_params, self.limits)
         if slot_params is not None:
-            self._set_params(slot_params.reshape(-1, SLOT_PARAM_FIELDS))
+            self._set_params(slot_param_rows(slot_params))
         start_s = max(arrived_s, self._end_s)
         self._end_s = start_s + self._seconds(header, frame)
         return InFlight(header.step_id, start_s, self._end_s, self._output(header, frame))
@@ -125,10 +125,10 @@ class SimulatedRunner:
         self.lateness_s.append(now_s - stage.ready_s)
         return StageDone(stage.step_id, stage.start_s, stage.ready_s, stage.output)
 
-    def _set_params(self, rows: Int32Array) -> None:
-        low = rows[:, SlotParam.SEED_LOW].view(np.uint32).astype(np.uint64)
-        high = rows[:, SlotParam.SEED_HIGH].view(np.uint32).astype(np.uint64)
-        self._seeds[rows[:, SlotParam.SLOT]] = low | high << np.uint64(32)
+    def _set_params(self, rows: SlotParamRows) -> None:
+        low = rows["seed_low"].view(np.uint32).astype(np.uint64)
+        high = rows["seed_high"].view(np.uint32).astype(np.uint64)
+        self._seeds[rows["slot"]] = low | high << np.uint64(32)
 
     def _seconds(self, header: StageBatch, frame: Int32Array) -> float:
         stage = Stage(header.stage)

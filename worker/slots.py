@@ -7,10 +7,10 @@ queues, or of where a sequence is: positions and loops arrive with every row.
 import torch
 from torch import Tensor
 
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
+from depthbatch.common.frames import SLOT_PARAM_WORDS
 from depthbatch.worker.models.interface import ModelSpec, WorkItem
 from depthbatch.worker.sampling.logits_processors import Shaping
-from depthbatch.worker.sampling.slot_params import SlotParams, split_params
+from depthbatch.worker.sampling.slot_params import SlotParams
 
 
 class SlotState:
@@ -23,7 +23,7 @@ class SlotState:
         item[i]     .      x      x          x          dtype [S+1, D]   one tensor a name of spec.work_item
         survival    .      s      s          s          fp32  [S+1]      S_t of the token in the core
         cumulated   .      c      c          c          fp32  [S+1]      p_1 + .. + p_t of the token in the core
-        params      .      p      p          p          int32 [S+1, SLOT_PARAM_FIELDS]
+        params      .      p      p          p          int32 [S+1, SLOT_PARAM_WORDS]
         block_table .      b      b          b          int32 [S+1, max_blocks]   logical blocks
         shaping     counts, penalties' and grammars' tables: worker/sampling/logits_processors.py
     """
@@ -38,7 +38,7 @@ class SlotState:
         )
         self.survival = torch.ones(rows, dtype=torch.float32, device=device)
         self.cumulated = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.params = torch.zeros(rows, SLOT_PARAM_FIELDS, dtype=torch.int32, device=device)
+        self.params = torch.zeros(rows, SLOT_PARAM_WORDS, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.shaping = Shaping(rows, spec.vocab_size, device)
 
@@ -55,12 +55,12 @@ class SlotState:
         )
 
     def set_params(self, rows: Tensor) -> None:
-        """Takes rows of the slot parameter frame: int32 [n, SLOT_PARAM_FIELDS], on the device."""
-        self.params.index_copy_(0, rows[:, SlotParam.SLOT].long(), rows)
+        """Takes rows of the slot parameter frame: int32 [n, SLOT_PARAM_WORDS], on the device."""
+        self.params.index_copy_(0, SlotParams(rows).slot.long(), rows)
 
     def gather_params(self, slots: Tensor) -> SlotParams:
         """Parameters of the rows; slots int64 [N]."""
-        return split_params(self.params.index_select(0, slots))
+        return SlotParams(self.params.index_select(0, slots))
 
     def gather_item(self, slots: Tensor) -> WorkItem:
         """The work items of the rows, each [N, D]; slots int64 [N]."""

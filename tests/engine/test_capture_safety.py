@@ -17,7 +17,7 @@ import torch
 from engine.test_lockstep import engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
+from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN, StageBatch, Variant
@@ -54,14 +54,13 @@ def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
 def prepared(model: Path, layout: KVLayout) -> Runner:
     """A runner with three short sequences and with parameters that ask for every filter and gate."""
     runner = engine(model, layout).built.runner
-    params = np.zeros((ROWS, SLOT_PARAM_FIELDS), np.int32)
-    params[:, SlotParam.SLOT], params[:, SlotParam.TOP_K] = (1, 2, 4), 5
-    params[:, SlotParam.GATE] = Gate.OWN, Gate.DELAYED, Gate.NONE
-    floats = params.view(np.float32)
-    floats[:, SlotParam.TEMPERATURE], floats[:, SlotParam.TOP_P] = 0.8, 0.9
-    floats[:, SlotParam.EXIT_THRESHOLD], floats[:, SlotParam.REPETITION] = 0.5, 1.2
+    params = np.zeros(ROWS, SLOT_PARAMS)
+    params["slot"], params["top_k"] = (1, 2, 4), 5
+    params["gate"] = Gate.OWN, Gate.DELAYED, Gate.NONE
+    params["temperature"], params["top_p"] = 0.8, 0.9
+    params["exit_threshold"], params["repetition_penalty"] = 0.5, 1.2
     frame = np.array([1, 2, 4, 0, 0, 0, 2, 2, 2, 1, 1, 1, *range(6), 1, 0, 1, 2, 0, 2, 4, 0, 5], np.int32)
-    runner.run(StageBatch(1, Stage.PREFILL, 0, ROWS, 6, 3, n_slot_params=ROWS), frame, params)
+    runner.run(StageBatch(1, Stage.PREFILL, 0, ROWS, 6, 3, n_slot_params=ROWS), frame, slot_param_words(params))
     return runner
 
 

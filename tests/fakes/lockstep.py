@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import structs
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import ROW_AUX, SlotParam, Stage, split_prefill_frame
+from depthbatch.common.frames import ROW_AUX, Stage, slot_param_rows, split_prefill_frame
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
@@ -185,7 +185,7 @@ class LockstepEngine:
         header = stage.header
         parts = split_prefill_frame(stage.frame, header.rows, header.n_tokens, header.n_updates)
         finished = iter(sampled)
-        fresh = set() if stage.slot_params is None else set(stage.slot_params[:, SlotParam.SLOT].tolist())
+        fresh = set() if stage.slot_params is None else set(slot_param_rows(stage.slot_params)["slot"].tolist())
         for slot, start, length, sample in zip(*(part.tolist() for part in parts[:4]), strict=True):
             if slot in fresh:
                 self._chunks[slot] = [start] if start else []  # a cached prefix was a chunk of its own

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from depthbatch.common.frames import ROW_AUX, ROW_POSITION, ROW_SLOT, SlotParam, Stage, split_prefill_frame
+from depthbatch.common.frames import ROW_AUX, ROW_POSITION, ROW_SLOT, Stage, slot_param_rows, split_prefill_frame
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, StageExtra, StageResult, Variant
 from depthbatch.scheduler.config import SchedulerConfig
@@ -198,7 +198,7 @@ class PagedWorker:
                 self._adopt(slot, start)
             else:
                 assert Stage.PREFILL in slot.expects and slot.prefilled == start > 0, "chunks are consecutive"
-            prompt_tokens = int(slot.params[SlotParam.FIRST_OUTPUT])
+            prompt_tokens = int(slot.params["first_output"])
             for index in range(offset, offset + length):
                 position, token, depth = start + index - offset, int(frame.token_ids[index]), depths[index]
                 assert position >= prompt_tokens or depth == config.r_max
@@ -219,7 +219,7 @@ class PagedWorker:
                 slot.expects = (Stage.PRELUDE,)
                 self.cuts[self._seed(slot)] = slot.cuts
                 sampled.append(slot.token)
-                hot = hot or self._float(slot, SlotParam.TEMPERATURE) > 0
+                hot = hot or slot.params["temperature"] > 0
                 filtered = filtered or self._filters(slot)
         assert bool(header.variant & Variant.SAMPLE) == hot
         assert bool(header.variant & Variant.FILTER) == filtered
@@ -227,11 +227,11 @@ class PagedWorker:
 
     def _take_params(self, stage: ScheduledStage) -> set[int]:
         """Parameters come with the first chunk, and with no other; the slots that they are for."""
-        params = stage.slot_params
-        given = [] if params is None else params[:, SlotParam.SLOT].tolist()
+        params = None if stage.slot_params is None else slot_param_rows(stage.slot_params)
+        given = [] if params is None else params["slot"].tolist()
         assert stage.header.n_slot_params == len(given) == len(set(given))
         for row in params if params is not None else ():
-            self.slots[int(row[SlotParam.SLOT])] = Slot(params=row.copy())  # whatever was here is gone
+            self.slots[int(row["slot"])] = Slot(params=row.copy())  # whatever was here is gone
         return set(given)
 
     def _adopt(self, slot: Slot, start: int) -> None:
@@ -272,7 +272,7 @@ class PagedWorker:
             self._write(slot, position, entry(slot.token, position, loop))
             slot.context = self._read(slot, position)
             slot.expects = (Stage.CORE, Stage.CODA)
-            gate = Gate(int(slot.params[SlotParam.GATE]))
+            gate = Gate(int(slot.params["gate"]))
             gated = gated or gate.decides_on_device
             flags.append(int(gate_fires(self._seed(slot), position, loop)))
         assert bool(stage.header.variant & Variant.GATES) == gated
@@ -287,7 +287,7 @@ class PagedWorker:
             slot.position = position + 1
             slot.expects = (Stage.PRELUDE,)
             sampled.append(slot.token)
-            hot = hot or self._float(slot, SlotParam.TEMPERATURE) > 0
+            hot = hot or slot.params["temperature"] > 0
             filtered = filtered or self._filters(slot)
         assert bool(stage.header.variant & Variant.SAMPLE) == hot
         assert bool(stage.header.variant & Variant.FILTER) == filtered
@@ -315,13 +315,9 @@ class PagedWorker:
 
     @staticmethod
     def _seed(slot: Slot) -> int:
-        return int(slot.params[SlotParam.SEED_LOW])
-
-    def _filters(self, slot: Slot) -> bool:
-        narrow = slot.params[SlotParam.TOP_K] > 0 or self._float(slot, SlotParam.TOP_P) < 1
-        narrow = narrow or self._float(slot, SlotParam.MIN_P) > 0
-        return bool(narrow) and self._float(slot, SlotParam.TEMPERATURE) > 0
+        return int(slot.params["seed_low"])
 
     @staticmethod
-    def _float(slot: Slot, column: SlotParam) -> float:
-        return float(slot.params.view(np.float32)[column])
+    def _filters(slot: Slot) -> bool:
+        row = slot.params
+        return bool((row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0) and row["temperature"] > 0)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
+from depthbatch.common.frames import SLOT_PARAM_WORDS, SLOT_PARAMS, slot_param_rows
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
 from depthbatch.scheduler.requests import Request
@@ -17,19 +17,26 @@ def request(slot: int, **params: object) -> Request:
 def test_every_column_is_where_slot_param_says() -> None:
     """Each field has a value of its own, so two swapped columns cannot cancel; the 64-bit seed keeps all its bits."""
     seed = 0xFEDCBA9876543210
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": -0.25, "repetition_penalty": 1.75}
+    given = {"exit_threshold": 0.25, "temperature": 0.75, "top_k": 11, "top_p": 0.5, "min_p": 0.125, **penalties}
+    bias = np.array([1, 0, 2, 0], np.int32).tobytes()
     row = request(
-        3, gate=Gate.LOOKAHEAD, exit_threshold=0.25, temperature=0.75, top_k=11, top_p=0.5, min_p=0.125, seed=seed
+        3, gate=Gate.LOOKAHEAD, seed=seed, min_tokens=1, stop_token_ids=(4,), logit_bias=bias, grammar="g", **given
     )
     frame = slot_param_frame([request(9), row])
-    assert frame is not None and frame.shape == (2, SLOT_PARAM_FIELDS) and frame.dtype == np.int32
-    floats, bits = frame[1].view(np.float32), frame[1].view(np.uint32)
-    assert (frame[1, SlotParam.SLOT], frame[1, SlotParam.GATE], frame[1, SlotParam.TOP_K]) == (3, Gate.LOOKAHEAD, 11)
-    assert floats[SlotParam.EXIT_THRESHOLD] == 0.25 and floats[SlotParam.TEMPERATURE] == 0.75
-    assert floats[SlotParam.TOP_P] == 0.5 and floats[SlotParam.MIN_P] == 0.125
-    assert int(bits[SlotParam.SEED_LOW]) | int(bits[SlotParam.SEED_HIGH]) << 32 == seed
-    assert frame[1, SlotParam.FIRST_OUTPUT] == 7
-    assert int(bits[SlotParam.STATE_SEED]) == 0xFEDCBA98 ^ 0x76543210
-    assert frame[0, SlotParam.SLOT] == 9 and slot_param_frame([]) is None
+    assert frame is not None and frame.shape == (2, SLOT_PARAM_WORDS) and frame.dtype == np.int32
+    low, high = (int(np.uint32(half).view(np.int32)) for half in (seed & 0xFFFFFFFF, seed >> 32))
+    given |= {"slot": 3, "gate": Gate.LOOKAHEAD, "seed_low": low, "seed_high": high, "first_output": 7, "min_until": 8}
+    given |= {"state_seed": low ^ high, "adjustments": 3, "constrained": 1}
+    assert dict(zip(SLOT_PARAMS.names or (), slot_param_rows(frame)[1].item(), strict=True)) == given
+    assert slot_param_rows(frame)["slot"].tolist() == [9, 3] and slot_param_frame([]) is None
+
+
+def test_every_field_is_one_word() -> None:
+    """The worker keeps rows as int32 on the device and finds a field by its offset in words."""
+    fields = SLOT_PARAMS.fields or {}
+    assert [field[1] for field in fields.values()] == list(range(0, SLOT_PARAMS.itemsize, 4))
+    assert all(field[0].kind in "if" for field in fields.values())
 
 
 def test_negative_seeds_are_their_64_bits() -> None:

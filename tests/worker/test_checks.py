@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from depthbatch.common.frames import MAX_ADJUSTMENTS, SLOT_PARAM_FIELDS, Int32Array, Stage
+from depthbatch.common.frames import MAX_ADJUSTMENTS, SLOT_PARAM_WORDS, Int32Array, Stage
 from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra
 from depthbatch.worker.runner.checks import StageError, StageLimits, check_stage
 
@@ -40,7 +40,7 @@ def test_good_stages_pass() -> None:
     ):
         check_stage(header, frame, None, LIMITS)
     header, frame = decode(Stage.CORE, (1, 1, 1))
-    params = np.zeros((2, SLOT_PARAM_FIELDS), np.int32)
+    params = np.zeros((2, SLOT_PARAM_WORDS), np.int32)
     params[:, 0] = 1, 4
     check_stage(msgspec.structs.replace(header, n_slot_params=2), frame, params, LIMITS)
 
@@ -119,11 +119,11 @@ def test_bad_headers(change: Callable[[StageBatch], StageBatch]) -> None:
 
 def test_slot_parameters_must_fit() -> None:
     header, frame = decode(Stage.CORE, (1, 1, 1))
-    for params in (np.zeros(SLOT_PARAM_FIELDS - 1, np.int32), np.full(SLOT_PARAM_FIELDS, 5, np.int32)):
+    for params in (np.zeros(SLOT_PARAM_WORDS - 1, np.int32), np.full(SLOT_PARAM_WORDS, 5, np.int32)):
         with pytest.raises(StageError, match=r"slot parameter frame|parameters of a slot"):
             check_stage(msgspec.structs.replace(header, n_slot_params=1), frame, params, LIMITS)
     with pytest.raises(StageError, match="slot parameter frame"):
-        check_stage(header, frame, np.full(SLOT_PARAM_FIELDS, 1, np.int32), LIMITS)
+        check_stage(header, frame, np.full(SLOT_PARAM_WORDS, 1, np.int32), LIMITS)
 
 
 @pytest.mark.parametrize(

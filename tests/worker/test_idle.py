@@ -5,7 +5,7 @@ import pytest
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
+from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker import simulated
 from depthbatch.worker.device_profile import DeviceProfile, parse_profile
@@ -68,11 +68,11 @@ def test_queued_stages_run_back_to_back_without_drift(monkeypatch: pytest.Monkey
 def test_tokens_are_a_function_of_seed_and_position_alone() -> None:
     """The same (seed, position) in other slots and batches gives the same token; another seed or position another."""
     device = runner()
-    params = np.zeros((3, SLOT_PARAM_FIELDS), np.int32)
-    params[:, SlotParam.SLOT], params[:, SlotParam.SEED_HIGH] = (1, 2, 3), (7, 7, -8)
+    params = np.zeros(3, SLOT_PARAMS)
+    params["slot"], params["seed_high"] = (1, 2, 3), (7, 7, -8)
     frame = np.array([[1, 2, 3, 4], [5, 5, 5, 6], [1, 1, 1, 1]], np.int32)
     header = StageBatch(1, Stage.CODA, bucket=4, rows=4, n_slot_params=3)
-    first = device.launch(header, frame, params).output.token_ids
+    first = device.launch(header, frame, slot_param_words(params)).output.token_ids
     assert first[0] == first[1] and first[0] != first[2]
     again = device.launch(StageBatch(2, Stage.CODA, 1, 1), np.array([2, 5, 3], np.int32)).output.token_ids
     other = device.launch(StageBatch(3, Stage.CODA, 1, 1), np.array([2, 6, 3], np.int32)).output.token_ids

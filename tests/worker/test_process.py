@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam, Stage
+from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
 from depthbatch.common.messages import (
     Fatal,
     Shutdown,
@@ -108,10 +108,12 @@ def test_stages_queued_ahead_give_the_published_tokens(bench: Bench) -> None:
     assert ready.pid == child.pid and ready.info.num_blocks == 21 and ready.info.vocab_size == 300
     values = np.load(OURO / "expected.npz")
     prompt, wanted = values["prompt_1"], values["greedy_full_depth_1"].tolist()
-    params = np.zeros(SLOT_PARAM_FIELDS, np.int32)
-    params[SlotParam.SLOT] = 2
+    params = np.zeros(1, SLOT_PARAMS)
+    params["slot"] = 2
     head = [2, 0, len(prompt), 1, *prompt, 2, 0, 5, 2, 1, 6]
-    bench.send(StageBatch(1, Stage.PREFILL, 0, 1, len(prompt), 2, n_slot_params=1), np.array(head), params)
+    bench.send(
+        StageBatch(1, Stage.PREFILL, 0, 1, len(prompt), 2, n_slot_params=1), np.array(head), slot_param_words(params)
+    )
     step = 1
     for position in (len(prompt), len(prompt) + 1):
         for stage, aux in ((Stage.PRELUDE, 0), *((Stage.CORE, loop) for loop in (1, 2, 3, 4)), (Stage.CODA, 4)):

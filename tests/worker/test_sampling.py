@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, SlotParam
+from depthbatch.common.frames import SLOT_PARAMS, slot_param_words
 from depthbatch.worker.sampling.random_numbers import uniform
 from depthbatch.worker.sampling.sampler import greedy_tokens, sample_tokens
 from depthbatch.worker.sampling.slot_params import SlotParams
@@ -26,28 +26,12 @@ FILTERS = [
 
 def params(rows: list[tuple[float, int, float, float]], seeds: list[int]) -> SlotParams:
     """Parameters of rows (temperature, top_k, top_p, min_p)."""
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    wide = np.array(seeds, np.int64)
-    halves = wide.view(np.int32).reshape(-1, 2)
-    zero = torch.zeros(len(rows), dtype=torch.int32)
-    return SlotParams(
-        gate=zero,
-        exit_threshold=zero.float(),
-        temperature=torch.tensor(temperature),
-        top_k=torch.tensor(top_k, dtype=torch.int32),
-        top_p=torch.tensor(top_p),
-        min_p=torch.tensor(min_p),
-        seed_low=torch.tensor(halves[:, 0].copy()),
-        seed_high=torch.tensor(halves[:, 1].copy()),
-        state_seed=zero,
-        first_output=zero,
-        presence=zero.float(),
-        frequency=zero.float(),
-        repetition=zero.float(),
-        min_until=zero,
-        adjustments=zero,
-        constrained=zero,
-    )
+    frame = np.zeros(len(rows), SLOT_PARAMS)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    for name, values in zip(names, zip(*rows, strict=True), strict=True):
+        frame[name] = values
+    frame["seed_low"], frame["seed_high"] = np.array(seeds, np.int64).view(np.int32).reshape(-1, 2).T
+    return SlotParams(torch.from_numpy(slot_param_words(frame)))
 
 
 def distribution(
@@ -153,10 +137,10 @@ def test_parameter_columns_carry_float_bits() -> None:
     from fakes.worker import tiny_spec
 
     state = SlotState(2, 1, tiny_spec(), torch.device("cpu"))
-    row = np.zeros(SLOT_PARAM_FIELDS, np.int32)
-    row[SlotParam.SLOT], row[SlotParam.TOP_K], row[SlotParam.SEED_HIGH] = 2, 5, -3
-    row[[SlotParam.TEMPERATURE, SlotParam.MIN_P]] = np.array([0.7, 0.25], np.float32).view(np.int32)
-    state.set_params(torch.tensor(row[None]))
+    row = np.zeros(1, SLOT_PARAMS)
+    row["slot"], row["top_k"], row["seed_high"] = 2, 5, -3
+    row["temperature"], row["min_p"] = 0.7, 0.25
+    state.set_params(torch.tensor(slot_param_words(row)))
     got = state.gather_params(torch.tensor([2, 1]))
     assert got.temperature.tolist() == [np.float32(0.7), 0.0] and got.min_p.tolist() == [0.25, 0.0]
     assert got.top_k.tolist() == [5, 0] and got.seed_high.tolist() == [-3, 0]

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthbatch.common.frames import ADJUSTMENT_FIELDS, MAX_ADJUSTMENTS, SLOT_PARAM_FIELDS, SlotParam
+from depthbatch.common.frames import ADJUSTMENT_FIELDS, MAX_ADJUSTMENTS, SLOT_PARAMS, slot_param_words
 from depthbatch.worker.sampling.logits_processors import Shaping
 from depthbatch.worker.sampling.logprobs import num_likeliest, score_rows
-from depthbatch.worker.sampling.slot_params import SlotParams, split_params
+from depthbatch.worker.sampling.slot_params import SlotParams
 
 VOCAB, SLOTS = 37, 6
 CPU = torch.device("cpu")
-Row = dict[SlotParam, float]
+Row = dict[str, float]
 
 token_lists = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 penalties = st.tuples(
@@ -24,11 +24,11 @@ penalties = st.tuples(
 
 
 def params_of(rows: list[Row]) -> SlotParams:
-    frame = np.zeros((len(rows), SLOT_PARAM_FIELDS), np.int32)
+    frame = np.zeros(len(rows), SLOT_PARAMS)
     for row, values in zip(frame, rows, strict=True):
-        for column, value in values.items():
-            row[column] = np.float32(value).view(np.int32) if isinstance(value, float) else value
-    return split_params(torch.from_numpy(frame))
+        for name, value in values.items():
+            row[name] = value
+    return SlotParams(torch.from_numpy(slot_param_words(frame)))
 
 
 def entries(slot: int, pairs: list[tuple[int, float]]) -> torch.Tensor:
@@ -74,8 +74,8 @@ def test_rows_are_shaped_as_written_down_and_alone(
         shaping.set_adjustments(entries(slot, pairs))
         rows.append(
             {
-                SlotParam.PRESENCE: presence, SlotParam.FREQUENCY: frequency, SlotParam.REPETITION: repetition,
-                SlotParam.ADJUSTMENTS: len(pairs), SlotParam.MIN_UNTIL: 10 + slot % 2,
+                "presence_penalty": presence, "frequency_penalty": frequency, "repetition_penalty": repetition,
+                "adjustments": len(pairs), "min_until": 10 + slot % 2,
             }
         )  # fmt: skip
     slots = torch.arange(1, len(texts) + 1)
@@ -104,7 +104,7 @@ def test_rows_that_ask_for_nothing_keep_their_bits() -> None:
         fill(shaping, slot, [1, 2, 3], [4, 4, 5])
         shaping.set_adjustments(entries(slot, [(7, 5.0), (8, -math.inf)]))
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
-    rows: list[Row] = [{}, {SlotParam.PRESENCE: 1.0, SlotParam.ADJUSTMENTS: 2, SlotParam.MIN_UNTIL: 99}]
+    rows: list[Row] = [{}, {"presence_penalty": 1.0, "adjustments": 2, "min_until": 99}]
     shaped = shaping.apply(logits, torch.tensor([1, 2]), params_of(rows), torch.tensor([3, 3], dtype=torch.int32))
     assert torch.equal(shaped[0].view(torch.int32), logits[0].view(torch.int32))
     assert (shaped[1] != logits[1]).nonzero().flatten().tolist() == [4, 5, 7, 8]
@@ -119,7 +119,7 @@ def test_masks_allow_their_bits_and_free_rows_everything() -> None:
     masks = torch.from_numpy(np.stack([np.packbits(mask, bitorder="little").view(np.int32), np.zeros(3, np.int32)]))
     shaping.set_allowed(torch.tensor([1, 2]), masks)
     logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(2))
-    got = shaping.constrain(logits, torch.tensor([1, 2]), params_of([{SlotParam.CONSTRAINED: 1}, {}]))
+    got = shaping.constrain(logits, torch.tensor([1, 2]), params_of([{"constrained": 1}, {}]))
     assert got[0].isfinite().nonzero().flatten().tolist() == allowed
     assert torch.equal(got[0, allowed], logits[0, allowed]) and torch.equal(got[1], logits[1])
 
@@ -129,7 +129,7 @@ def test_a_full_table_holds_the_last_entry() -> None:
     shaping = Shaping(3, MAX_ADJUSTMENTS + 5, CPU)
     shaping.set_adjustments(entries(1, [(token, 1.0) for token in range(MAX_ADJUSTMENTS)]))
     logits = torch.zeros(2, MAX_ADJUSTMENTS + 5)
-    row: Row = {SlotParam.ADJUSTMENTS: MAX_ADJUSTMENTS}
+    row: Row = {"adjustments": MAX_ADJUSTMENTS}
     got = shaping.apply(logits, torch.tensor([1, 2]), params_of([row, row]), torch.zeros(2, dtype=torch.int32))
     assert got[0].tolist() == [1.0] * MAX_ADJUSTMENTS + [0.0] * 5
     assert not got[1].any()

@@ -16,11 +16,11 @@ from depthbatch.common.frames import (
     ROW_FIELDS,
     ROW_POSITION,
     ROW_SLOT,
-    SLOT_PARAM_FIELDS,
+    SLOT_PARAM_WORDS,
     TARGET_FIELDS,
     Int32Array,
-    SlotParam,
     Stage,
+    slot_param_rows,
     split_prefill_frame,
 )
 from depthbatch.common.messages import StageBatch, StageExtra
@@ -85,11 +85,11 @@ def _check_slot_params(header: StageBatch, slot_params: Int32Array | None, limit
         _require(header.n_slot_params == 0, header, "slot parameter frame missing")
         return
     _require(
-        header.n_slot_params > 0 and slot_params.size == header.n_slot_params * SLOT_PARAM_FIELDS,
+        header.n_slot_params > 0 and slot_params.size == header.n_slot_params * SLOT_PARAM_WORDS,
         header,
-        f"slot parameter frame has {slot_params.size} int32, not {header.n_slot_params} * {SLOT_PARAM_FIELDS}",
+        f"slot parameter frame has {slot_params.size} int32, not {header.n_slot_params} * {SLOT_PARAM_WORDS}",
     )
-    slots = slot_params.reshape(-1, SLOT_PARAM_FIELDS)[:, SlotParam.SLOT]
+    slots = slot_param_rows(slot_params)["slot"]
     _require(_within(slots, 1, limits.num_slots), header, "parameters of a slot that does not exist")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, Stage
+from depthbatch.common.frames import SLOT_PARAM_WORDS, Int32Array, Stage, slot_param_rows
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RowFailure, StageBatch, Variant
 from depthbatch.worker.models.interface import ModelSpec
@@ -110,7 +110,7 @@ class OverlappedRunner(Runner):
         self._accelerator = accelerator
         rows = limits.num_slots
         prefill_words = largest_prefill_words(max_prefill_tokens, limits)
-        words = max(prefill_words + rows, 3 * max(limits.buckets)) + rows * SLOT_PARAM_FIELDS
+        words = max(prefill_words + rows, 3 * max(limits.buckets)) + rows * SLOT_PARAM_WORDS
         results = max(*limits.buckets, rows) * (1 + self.score_columns)
         self._ring = deque(self._new_entry(words, results) for _ in range(RING_DEPTH))
         self._launched: deque[RingEntry] = deque()
@@ -197,7 +197,7 @@ class OverlappedRunner(Runner):
             parts.append(sampled_sequences(frame, header.rows))
         if slot_params is not None:
             parts.append(slot_params.reshape(-1))
-            self._note_filters(slot_params.reshape(-1, SLOT_PARAM_FIELDS))
+            self._note_filters(slot_param_rows(slot_params))
         words = sum(part.size for part in parts)
         np.concatenate(parts, out=entry.host.numpy()[:words])
         accelerator = self._accelerator
@@ -205,7 +205,7 @@ class OverlappedRunner(Runner):
         accelerator.submit(Lane.UPLOAD, upload)
         accelerator.wait_on_lane(Lane.COMPUTE, accelerator.mark(Lane.UPLOAD))
         if slot_params is not None:
-            rows = entry.inputs[words - slot_params.size : words].view(-1, SLOT_PARAM_FIELDS)
+            rows = entry.inputs[words - slot_params.size : words].view(-1, SLOT_PARAM_WORDS)
             accelerator.submit(Lane.COMPUTE, partial(self.stages.slots.set_params, rows))
         if header.extra is not None and header.extra.adjustments:
             entries = self._upload_rare(entry, adjustments_of(header.extra))

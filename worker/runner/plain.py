@@ -9,7 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from depthbatch.common.frames import SLOT_PARAM_FIELDS, Int32Array, SlotParam, Stage, logprob_fields
+from depthbatch.common.frames import (
+    Int32Array,
+    SlotParamRows,
+    Stage,
+    logprob_fields,
+    slot_param_rows,
+    slot_param_words,
+)
 from depthbatch.common.messages import RowFailure, StageBatch, Variant
 from depthbatch.worker.runner.buffers import DecodeBuffers
 from depthbatch.worker.runner.checks import StageLimits, adjustments_of, check_stage, known_tokens_of, rare_inputs
@@ -45,7 +52,7 @@ class Runner:
         check_stage(header, frame, slot_params, self.limits)
         with torch.inference_mode():
             if slot_params is not None:
-                self._set_params(slot_params.reshape(-1, SLOT_PARAM_FIELDS))
+                self._set_params(slot_param_rows(slot_params))
             if header.extra is not None and header.extra.adjustments:
                 entries = torch.tensor(adjustments_of(header.extra), device=self._device)
                 self.stages.slots.shaping.set_adjustments(entries)
@@ -76,14 +83,14 @@ class Runner:
         buffers = (tensor for buffer in self._buffers.values() for tensor in buffer.tensors())
         return (*self.stages.slots.tensors(), *buffers)
 
-    def _set_params(self, rows: Int32Array) -> None:
-        self.stages.slots.set_params(torch.tensor(rows, device=self._device))
+    def _set_params(self, rows: SlotParamRows) -> None:
+        self.stages.slots.set_params(torch.tensor(slot_param_words(rows), device=self._device))
         self._note_filters(rows)
 
     def _admit_grammars(self, header: StageBatch, slot_params: Int32Array | None) -> None:
         """Slots that change hands lose their matcher, those of constrained requests get one."""
         if self.grammars is not None and slot_params is not None:
-            slots = slot_params.reshape(-1, SLOT_PARAM_FIELDS)[:, SlotParam.SLOT].tolist()
+            slots = slot_param_rows(slot_params)["slot"].tolist()
             self.grammars.admit(slots, header.extra.grammars if header.extra is not None else ())
 
     def _constrained(self, header: StageBatch, frame: Int32Array) -> list[int]:
@@ -118,11 +125,8 @@ class Runner:
         masks = torch.from_numpy(self.grammars.masks(slots)).to(self._device)
         self.stages.slots.shaping.set_allowed(torch.tensor(slots, device=self._device), masks)
 
-    def _note_filters(self, rows: Int32Array) -> None:
-        floats = rows.view(np.float32)
-        self._filtered[rows[:, SlotParam.SLOT]] = (
-            (rows[:, SlotParam.TOP_K] > 0) | (floats[:, SlotParam.TOP_P] < 1.0) | (floats[:, SlotParam.MIN_P] > 0.0)
-        )
+    def _note_filters(self, rows: SlotParamRows) -> None:
+        self._filtered[rows["slot"]] = (rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0)
 
     def _sampler(self, header: StageBatch, slots: npt.NDArray[np.int32]) -> Sampler:
         """The cheapest sampling that is right for these rows, decided from what the host knows of them."""

@@ -81,11 +81,11 @@ class Shaping:
         counts = self.counts.index_select(0, slots)
         present = counts > 0
         seen = self.in_prompt.index_select(0, slots).logical_or_(present)
-        repetition = torch.where(params.repetition > 0, params.repetition, 1.0).unsqueeze(1)
+        repetition = torch.where(params.repetition_penalty > 0, params.repetition_penalty, 1.0).unsqueeze(1)
         scratch = torch.where(shaped > 0, repetition.reciprocal(), repetition)
         shaped.mul_(scratch.masked_fill_(seen.logical_not_(), 1.0))
-        shaped.sub_(scratch.copy_(counts).mul_(params.frequency.unsqueeze(1)))
-        return shaped.sub_(scratch.copy_(present).mul_(params.presence.unsqueeze(1)))
+        shaped.sub_(scratch.copy_(counts).mul_(params.frequency_penalty.unsqueeze(1)))
+        return shaped.sub_(scratch.copy_(present).mul_(params.presence_penalty.unsqueeze(1)))
 
     def constrain(self, logits: Tensor, slots: Tensor, params: SlotParams) -> Tensor:
         """-inf for what a constrained row's grammar forbids now; fp32 [N, V]."""
