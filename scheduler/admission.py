@@ -9,9 +9,8 @@ import numpy as np
 from depthbatch.common.frames import Int32Array
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import BlockPool, PrefixCache, PrefixCachingPool, SlotPool
-from depthbatch.scheduler.policy.fixed import PrefillLimit
 from depthbatch.scheduler.rebuild import next_cut
-from depthbatch.scheduler.requests import Request, State, WaitingQueue
+from depthbatch.scheduler.requests import PrefillLimit, Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
 from depthbatch.scheduler.stage_batch import PrefillChunk
 
@@ -94,9 +93,7 @@ class Admission:
         if not growing.size:
             return None
         taken = self.blocks.take(growing.size)
-        rows = self.rows
-        rows.table[growing, rows.num_blocks[growing]] = taken
-        rows.num_blocks[growing] += 1
+        self.rows.add_blocks(growing, taken)
         new_blocks = np.zeros(slots.size, np.int32)
         new_blocks[border] = taken
         return new_blocks

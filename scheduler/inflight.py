@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from depthbatch.common.frames import Int32Array, Stage
+from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import SlotArray
@@ -14,20 +15,31 @@ from depthbatch.scheduler.stage_batch import PromptTargets
 class InFlightStep:
     """What is needed to make sense of a stage's result."""
 
-    step_id: int
+    header: StageBatch
     stage: Stage
     slots: SlotArray  # [rows]
     dispatched_s: float
-    decides: bool = False  # its flags steer rows
     blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
     loops: Int32Array | None = None  # core with gates: loop of each row
-    epochs: SlotArray | None = None  # steps that decide: epoch of each row
-    after_no_work: bool = False  # the worker stood still before it because nothing was runnable
+    epochs: SlotArray | None = None  # with gates: epoch of each row
     tokens: int = 0  # prompt tokens of a prefill; context tokens of a core step under a policy that learns
     requests: tuple[Request | None, ...] = ()  # one a sampled token; None: the token is known, this one is dropped
     depths: tuple[int, ...] = ()  # exit depth of each sampled token
-    scored: bool = False  # its tokens come with logprobs
     targets: PromptTargets | None = None  # prompt tokens whose logprobs it brings
+
+    @property
+    def step_id(self) -> int:
+        return self.header.step_id
+
+    @property
+    def decides(self) -> bool:
+        """Its flags steer rows."""
+        return self.epochs is not None
+
+    @property
+    def brings_logprobs(self) -> bool:
+        """Its tokens come with logprobs."""
+        return bool(self.header.variant & Variant.LOGPROBS)
 
 
 class InFlight:

@@ -69,7 +69,7 @@ def feed_forced_tokens(rows: RowState, slots: SlotArray) -> StageExtra:
         ordinal = int(rows.position[slot]) - request.prompt.size
         fed[index] = slot, request.output[ordinal]
         if ordinal + 1 < len(request.output):
-            rows.exit_loop[slot] = request.depths[ordinal + 1]
+            rows.force_depth(slot, request.depths[ordinal + 1])
         else:
             rows.set_forced(slot, False)
     return StageExtra(forced_tokens=fed.tobytes())

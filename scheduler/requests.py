@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +45,6 @@ class Request:
     cuts: list[int] = field(default_factory=list)  # with forced decode: tokens of each chunk of the prompt's prefill
     slot: int = 0
     state: State = State.WAITING
-    epoch: int = 0  # bumped on preemption and recovery
     preempted: bool = False
     targets_sent: int = 0  # prompt tokens, the first apart, whose logprobs have been asked for
     targets_known: int = 0  # and answered
@@ -72,6 +72,23 @@ class Request:
         if self.length == self.prompt.size:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.output[:-1], dtype=np.int32)])
+
+
+class HeadPrompt(NamedTuple):
+    """The prompt that prefill would go on with."""
+
+    request_id: int
+    waited_s: float  # since its request arrived; 0 where that is not known
+    tokens: int  # still to prefill
+    untouched: bool  # nothing of its request has run yet
+    overdue: bool  # its request has been set behind all that are not
+
+
+class PrefillLimit(NamedTuple):
+    """What one prefill batch may hold."""
+
+    tokens: int  # of prompts; at most M
+    prompts: int  # that take a slot with it
 
 
 class WaitingQueue:

@@ -6,7 +6,7 @@
     phase        FREE -> PREFILLING -> DECODE -> READY -> EXITED -> DECODE ...
                                        (Q_D)     (Q_R)    (Q_C)
 
-State advances when a stage is dispatched, not when its result arrives.
+State advances when a stage is dispatched, not when its result arrives. All writes are methods of RowState.
 """
 
 from enum import IntEnum
@@ -163,6 +163,55 @@ class RowState:
             self.exit_loop[rows] = self.replay[rows, index]
         self.move(slots, DECODE, READY)
 
+    def begin_loop(self, slots: SlotArray) -> Int32Array:
+        """Core: one more loop; rows that exit with it join Q_C. Returns the loops that each row has begun, [rows]."""
+        loops = self.loop.take(slots)
+        loops += 1
+        self.loop[slots] = loops
+        self._exit(slots[loops >= self.exit_loop.take(slots)])
+        return loops
+
+    def begin_coda(self, slots: SlotArray) -> SlotArray:
+        """Coda: rows carry their next token and wait for prelude. Returns those whose token was the last one allowed."""
+        positions = self.position.take(slots)
+        last = slots[positions >= self.last_position.take(slots)]
+        positions += 1
+        self.position[slots] = positions
+        self.move(slots, EXITED, DECODE)
+        return last
+
+    def awaits_own(self, slots: SlotArray, loops: Int32Array) -> bool:
+        """True when the decision of some row at these loops is needed before the next stage."""
+        if not self.any_of("own", slots):
+            return False
+        undecided = self.own[slots] & (loops >= self.first_flag_loop[slots]) & (loops < self.max_loops[slots])
+        return bool(undecided.any())
+
+    def fire(self, slots: SlotArray, epochs: SlotArray, loops: Int32Array, flags: npt.NDArray[np.uint8]) -> None:
+        """Gate flags, [rows], of these loops become exits. Rows that carry another token by now are not touched."""
+        counts = self._decides_for(slots, epochs) & (flags != 0) & self.gated[slots]
+        counts &= loops >= self.first_flag_loop[slots]
+        fired = slots[counts]
+        exits = np.minimum(loops[counts] + self.delay[fired], self.exit_loop[fired])
+        self.exit_loop[fired] = exits
+        self._exit(fired[(self.loop[fired] >= exits) & (self.phase[fired] == READY)])
+
+    def set_predicted_depths(self, slots: SlotArray, epochs: SlotArray, depths: npt.NDArray[np.uint8]) -> None:
+        """What preloop gates say of their tokens, [rows]. Rows that carry another token by now are not touched."""
+        counts = self._decides_for(slots, epochs) & self.preloop[slots]
+        rows = slots[counts]
+        fewest = self.first_flag_loop[rows] + self.delay[rows]
+        self.exit_loop[rows] = np.clip(depths[counts].astype(np.int32), fewest, self.max_loops[rows])
+
+    def force_depth(self, slot: int, depth: int) -> None:
+        """The row's forced token exits where it did the first time."""
+        self.exit_loop[slot] = depth
+
+    def add_blocks(self, slots: SlotArray, blocks: Int32Array) -> None:
+        """One more block at the end of each row's table."""
+        self.table[slots, self.num_blocks[slots]] = blocks
+        self.num_blocks[slots] += 1
+
     def ready_rows(self) -> ReadyRows:
         """Q_R as a policy may see it."""
         ready = self.in_phase(READY)
@@ -176,15 +225,21 @@ class RowState:
         loops = np.where(phase == EXITED, r_max, np.where(phase == READY, self.loop.take(slots), 0)).astype(np.int32)
         return DecodingRows(slots, loops, self.order.take(slots), self.arrived_s.take(slots))
 
-    def next_exits(self) -> int:
-        """Rows of Q_R that certainly exit at their next loop."""
-        ready = self.in_phase(READY)
-        return int(np.count_nonzero(self.loop[ready] + 1 >= self.exit_loop[ready]))
-
     def youngest(self) -> int:
         """The slot whose request is served last."""
         active = np.flatnonzero(self.phase != FREE)
         return int(active[np.argmax(self.order[active])])
+
+    def _exit(self, slots: SlotArray) -> None:
+        if slots.size:
+            self.move(slots, READY, EXITED)
+
+    def _decides_for(self, slots: SlotArray, epochs: SlotArray) -> npt.NDArray[np.bool_]:
+        """Rows that still carry the token of that epoch, at a depth that is not known already."""
+        current: npt.NDArray[np.bool_] = self.epoch[slots] == epochs
+        if self.active_with["forced"]:
+            current &= ~self.forced[slots]
+        return current
 
     def _set_phase(self, slot: int, target: int) -> None:
         self.count[self.phase[slot]] -= 1

@@ -43,12 +43,12 @@ import numpy as np
 
 from depthbatch.common.frames import Stage
 from depthbatch.scheduler.config import SchedulerConfig, bucket_table
-from depthbatch.scheduler.inflight import InFlightStep
 from depthbatch.scheduler.policy.coda_timing import Tournament, defer, first_guess
 from depthbatch.scheduler.policy.cost_model import StageCosts
 from depthbatch.scheduler.policy.exit_forecast import ExitForecast
-from depthbatch.scheduler.policy.fixed import Move, PrefillLimit, QueueView
+from depthbatch.scheduler.policy.fixed import CODA, CORE, PREFILL, PRELUDE
 from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, LatencyTargets, Pacing, PrefillCost
+from depthbatch.scheduler.policy.view import Decision, QueueView, RetiredStage
 
 _REFRESH_STEPS = 32  # core steps between refits; in the beginning also after 8 and 16
 _ROUND_S = 60e-6  # about what a round of the tournament takes the scheduler
@@ -64,7 +64,6 @@ class AutoPolicy:
 
     full_depth = False
     learns = True
-    prefill_limit: PrefillLimit | None = None
 
     def __init__(self, config: SchedulerConfig) -> None:
         width = config.max_num_seqs
@@ -87,38 +86,41 @@ class AutoPolicy:
         self._decode = DecodeForecast(self.forecast.remaining(), 0.0)
         self._context = 0.0  # tokens a row, in the latest core step
 
-    def choose(self, view: QueueView) -> Move | None:
-        """The next move; None when nothing can run."""
-        can_prefill = view.can_prefill(self.min_free_slots) if self._pacing is None else self._paced(self._pacing, view)
+    def choose(self, view: QueueView, now: float) -> Decision | None:
+        """The next decision; None when nothing can run."""
+        prefill = self._prefill(view, now)
+        if prefill is not None and prefill.stage is None:
+            return prefill
         if view.q_d:
-            return Move.PREFILL if can_prefill else Move.PRELUDE
-        may_wait = can_prefill and self._pacing is None
+            return prefill or PRELUDE
+        may_wait = prefill is not None and self._pacing is None
         waiting = view.q_c + (max(1, min(view.q_p, view.free_slots)) if may_wait else 0)
         if waiting and not (view.q_r and self._defers(view, waiting)):
-            return Move.CODA if view.q_c else Move.PREFILL
-        if can_prefill and not may_wait:
-            return Move.PREFILL
+            return CODA if view.q_c else prefill
+        if prefill is not None and not may_wait:
+            return prefill
         if not view.q_r:
             return None
         self._core_steps += 1
         self._think(view)
-        return Move.CORE
+        return CORE
 
-    def observe(self, step: InFlightStep, start_s: float, end_s: float) -> None:
+    def observe(self, retired: RetiredStage) -> None:
         """A stage has retired. A stage costs what the worker waited for it, too, while there was work: that is how the
         price of a message per stage gets into the decision where stages are not queued ahead."""
-        waited_since_s = start_s if step.after_no_work or self._last_end_s is None else self._last_end_s
+        start_s, end_s = retired.start_s, retired.end_s
+        waited_since_s = start_s if retired.after_no_work or self._last_end_s is None else self._last_end_s
         self._last_end_s = end_s
-        rows = step.slots.size
-        self.costs.add(step.stage, rows, self._bucket_of[rows], step.tokens, end_s - waited_since_s)
-        self._flow.add(step)
+        rows = retired.slots.size
+        self.costs.add(retired.stage, rows, self._bucket_of[rows], retired.tokens, end_s - waited_since_s)
+        self._flow.add(retired)
         if self._pacing is not None:
-            self._pacing.observe(step, end_s - waited_since_s, end_s)
-        if step.stage is Stage.CORE:
+            self._pacing.observe(retired, end_s - waited_since_s)
+        if retired.stage is Stage.CORE:
             self._core_s = end_s - start_s
-            self._context = step.tokens / max(rows, 1)
-        elif step.stage is Stage.CODA:
-            self.forecast.add(step.slots, step.depths)
+            self._context = retired.tokens / max(rows, 1)
+        elif retired.stage is Stage.CODA:
+            self.forecast.add(retired.slots, retired.depths)
 
     def _defers(self, view: QueueView, waiting: int) -> bool:
         if self.theta <= 0.0:
@@ -131,12 +133,18 @@ class AutoPolicy:
             exits = np.bincount(ready.loops, minlength=self.forecast.r_max + 1) @ self.forecast.blind
         return defer(self.theta, waiting, exits)
 
-    def _paced(self, pacing: Pacing, view: QueueView) -> bool:
-        """Whether prefill may run under the targets; sets its limit."""
+    def _prefill(self, view: QueueView, now: float) -> Decision | None:
+        """The prefill that may run now, or a lost prompt to be set back before that can be said; None for neither."""
+        pacing = self._pacing
+        if pacing is None:
+            return PREFILL if view.can_prefill(self.min_free_slots) else None
         known = self.costs.prefill_delta
         cost = None if known is None else PrefillCost(known, self.costs.prefill_gamma)
-        self.prefill_limit = pacing.limit(view, self.min_free_slots, cost, self._decode)
-        return self.prefill_limit is not None
+        lost = pacing.lost_prompt(view, now, cost)
+        if lost is not None:
+            return Decision(None, set_back=lost)
+        limit = pacing.limit(view, now, self.min_free_slots, cost, self._decode)
+        return None if limit is None else Decision(Stage.PREFILL, limit)
 
     def _think(self, view: QueueView) -> None:
         """What is done beside a core step: a round of the tournament, and now and then a refit."""
@@ -173,15 +181,15 @@ class _Flow:
         self._width = width
         self._cores = self._codas = self._admitted = self._prompt_tokens = 0.0
 
-    def add(self, step: InFlightStep) -> None:
+    def add(self, retired: RetiredStage) -> None:
         """Counts a retired stage. Prefills before the first coda fill an empty engine and are not counted."""
-        if step.stage is Stage.CORE:
+        if retired.stage is Stage.CORE:
             self._cores += 1
-        elif step.stage is Stage.CODA:
+        elif retired.stage is Stage.CODA:
             self._codas += 1
-        elif step.stage is Stage.PREFILL and self._codas:
-            self._admitted += len(step.requests)
-            self._prompt_tokens += step.tokens
+        elif retired.stage is Stage.PREFILL and self._codas:
+            self._admitted += len(retired.depths)
+            self._prompt_tokens += retired.tokens
             if self._admitted > _FLOW_WIDTHS * self._width:
                 for name in ("_cores", "_codas", "_admitted", "_prompt_tokens"):
                     setattr(self, name, _FORGET * getattr(self, name))

@@ -2,7 +2,8 @@
 
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.policy.auto import AutoPolicy
-from depthbatch.scheduler.policy.fixed import ContinuousBatching, NoRefill, Policy, Refill
+from depthbatch.scheduler.policy.fixed import ContinuousBatching, NoRefill, Refill
+from depthbatch.scheduler.policy.view import Policy
 
 
 def make_policy(config: SchedulerConfig) -> Policy:

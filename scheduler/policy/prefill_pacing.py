@@ -35,8 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 from depthbatch.common.frames import Stage
-from depthbatch.scheduler.inflight import InFlightStep
-from depthbatch.scheduler.policy.fixed import HeadPrompt, PrefillLimit, QueueView
+from depthbatch.scheduler.policy.view import QueueView, RetiredStage
+from depthbatch.scheduler.requests import HeadPrompt, PrefillLimit
 from depthbatch.scheduler.rows import DecodingRows
 
 FloatArray = npt.NDArray[np.float64]
@@ -79,28 +79,38 @@ class Pacing:
         self._decode_s = self._cores = 0.0  # sums with forgetting
         self._prefill_s = self._prompts = self._outputs = self._ended = 0.0
 
-    def observe(self, step: InFlightStep, seconds: float, end_s: float) -> None:
+    def observe(self, retired: RetiredStage, seconds: float) -> None:
         """A stage has retired; ``seconds`` are what it took of the device's time."""
-        if step.stage is Stage.PREFILL:
+        if retired.stage is Stage.PREFILL:
             self._prefill_s += seconds
-            self._first_tokens(step, end_s)
+            self._first_tokens(retired)
             return
         self._decode_s = _FORGET * self._decode_s + seconds
         self._cores *= _FORGET
-        if step.stage is Stage.CORE:
+        if retired.stage is Stage.CORE:
             self._cores += 1.0
-        elif step.stage is Stage.CODA:
-            self._last_s[step.slots] = end_s
-            self._tokens[step.slots] += 1
+        elif retired.stage is Stage.CODA:
+            self._last_s[retired.slots] = retired.end_s
+            self._tokens[retired.slots] += 1
+
+    def lost_prompt(self, view: QueueView, now: float, prefill: PrefillCost | None) -> int | None:
+        """Under goodput: the request at the head of the queue that cannot be in time any more and stands before others
+        yet; it is to be set behind those that can, and the next head looked at."""
+        if not self._goodput or prefill is None or not self._cores:
+            return None
+        head = view.head_prompt(now)
+        if head is None or not head.untouched or head.overdue:
+            return None
+        return head.request_id if self._alone_s(head, prefill) > self._targets.ttft_s else None
 
     def limit(
-        self, view: QueueView, min_free_slots: int, prefill: PrefillCost | None, decode: DecodeForecast
+        self, view: QueueView, now: float, min_free_slots: int, prefill: PrefillCost | None, decode: DecodeForecast
     ) -> PrefillLimit | None:
-        """What a prefill may hold now, None when there must be none. ``prefill`` None: its cost is not known yet.
-        Under goodput, prompts that cannot be in time any more are set behind those that can."""
+        """What a prefill may hold now, None when there must be none. ``prefill`` None: its cost is not known yet. Lost
+        prompts have been set back before."""
         if prefill is None or not self._cores:
             return self._everything if view.can_prefill(min_free_slots) else None
-        head = self._next_prompt(view, prefill)
+        head = view.head_prompt(now)
         if head is None or not view.can_prefill(1):
             return None
         urgent = not head.overdue and self._alone_s(head, prefill) + self._core_s > self._targets.ttft_s
@@ -110,18 +120,8 @@ class Pacing:
         if not rows.slots.size:
             return self._everything
         if self._goodput:
-            return self._for_goodput(view, head, rows, prefill, decode)
-        return self._for_latency(view, head, rows, prefill, decode)
-
-    def _next_prompt(self, view: QueueView, prefill: PrefillCost) -> HeadPrompt | None:
-        """The head, once those that are lost have been set behind it."""
-        head = view.head_prompt()
-        while head is not None and self._goodput and head.untouched and not head.overdue:
-            if self._alone_s(head, prefill) <= self._targets.ttft_s:
-                break
-            view.set_head_overdue()
-            head = view.head_prompt()
-        return head
+            return self._for_goodput(now, head, rows, prefill, decode)
+        return self._for_latency(now, head, rows, prefill, decode)
 
     def _alone_s(self, head: HeadPrompt, prefill: PrefillCost) -> float:
         """TTFT of a prompt if nothing but it were prefilled from now on."""
@@ -129,16 +129,16 @@ class Pacing:
         return head.waited_s + pieces * prefill.delta + prefill.gamma * head.tokens
 
     def _for_latency(
-        self, view: QueueView, head: HeadPrompt, rows: DecodingRows, prefill: PrefillCost, decode: DecodeForecast
+        self, now: float, head: HeadPrompt, rows: DecodingRows, prefill: PrefillCost, decode: DecodeForecast
     ) -> PrefillLimit | None:
         known = self._order[rows.slots] == rows.order
-        since_s = np.where(known, view.now_s - self._last_s[rows.slots], 0.0)
+        since_s = np.where(known, now - self._last_s[rows.slots], 0.0)
         gap_s = float((since_s + decode.remaining[rows.loops] * self._core_s).max())
         level = max(1.0, head.waited_s / self._targets.ttft_s)
         return self._within(level * self._targets.itl_s - gap_s, prefill, head.tokens, self._width)
 
     def _for_goodput(
-        self, view: QueueView, head: HeadPrompt, rows: DecodingRows, prefill: PrefillCost, decode: DecodeForecast
+        self, now: float, head: HeadPrompt, rows: DecodingRows, prefill: PrefillCost, decode: DecodeForecast
     ) -> PrefillLimit | None:
         fit, itl_s = self._rows_that_fit(rows.slots.size, decode)
         if fit < 1 and head.untouched:
@@ -146,7 +146,7 @@ class Pacing:
         in_time = self._order[rows.slots] == rows.order
         in_time &= ~(self._first_s[rows.slots] - rows.arrived_s > self._targets.ttft_s)
         due_s = self._first_s[rows.slots] + self._tokens[rows.slots] * self._targets.itl_s
-        behind_s = (view.now_s + decode.remaining[rows.loops] * self._core_s - due_s)[in_time]
+        behind_s = (now + decode.remaining[rows.loops] * self._core_s - due_s)[in_time]
         slack_s = 0.5 * self._mean_output * max(0.0, self._targets.itl_s - itl_s)
         behind_s = behind_s[behind_s <= slack_s]
         room_s = slack_s - float(behind_s.max()) if behind_s.size else np.inf
@@ -187,16 +187,13 @@ class Pacing:
             return self._width, itl_s
         return int(np.clip(room_s / max(a_row_s, 1e-12), -self._width, self._width)), itl_s
 
-    def _first_tokens(self, step: InFlightStep, end_s: float) -> None:
-        for request in step.requests:
-            if request is None or not request.slot:
-                continue
-            slot = request.slot
+    def _first_tokens(self, retired: RetiredStage) -> None:
+        for slot, order in retired.first_tokens:
             if self._tokens[slot]:
                 self._ended = _FORGET * self._ended + 1.0
                 self._outputs = _FORGET * self._outputs + float(self._tokens[slot])
-            self._order[slot], self._tokens[slot] = request.order, 1
-            self._first_s[slot] = self._last_s[slot] = end_s
-        self._prompts += len(step.requests)
+            self._order[slot], self._tokens[slot] = order, 1
+            self._first_s[slot] = self._last_s[slot] = retired.end_s
+        self._prompts += len(retired.depths)
         if self._prompts > 4 * self._width:
             self._prompts, self._prefill_s = 0.5 * self._prompts, 0.5 * self._prefill_s

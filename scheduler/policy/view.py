@@ -1,23 +1,47 @@
-"""What a policy may see of the scheduler: its queues as they are now. Changes nothing but the order of who waits."""
+"""What a policy sees and what it answers. A policy reads the queues as they are now and changes nothing; the core applies
+its decision."""
+
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from depthbatch.common.frames import Stage
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.inflight import InFlight
-from depthbatch.scheduler.policy.fixed import HeadPrompt
-from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows
+from depthbatch.scheduler.requests import HeadPrompt, PrefillLimit
+from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
 
 
-class LiveView:
-    """The policies' QueueView over the live state."""
+class Decision(NamedTuple):
+    """What comes next: a stage, or a request that is set back, after which the policy is asked again."""
+
+    stage: Stage | None
+    prefill_limit: PrefillLimit | None = None  # of a prefill; None = M tokens and all free slots
+    set_back: int | None = None  # without a stage: id of the waiting request that goes behind all that are not overdue
+
+
+class RetiredStage(NamedTuple):
+    """A stage whose result has come, as a policy observes it. Times in seconds on the worker's clock."""
+
+    stage: Stage
+    slots: SlotArray  # [rows]
+    depths: tuple[int, ...]  # exit depth of each token it sampled
+    tokens: int  # prompt tokens of a prefill, context tokens of a core step
+    first_tokens: tuple[tuple[int, int], ...]  # (slot, order) of each row that has its first token from it and runs on
+    after_no_work: bool  # the worker stood still before it because nothing was runnable
+    start_s: float
+    end_s: float
+
+
+class QueueView:
+    """The queues, read only. The same in every async mode, so that overlap never changes a decision: ``q_c`` already
+    counts the rows that exit with the core step in flight."""
 
     def __init__(self, admission: Admission, in_flight: InFlight, r_max: int) -> None:
         self._admission = admission
         self._in_flight = in_flight
         self._rows = admission.rows
         self._r_max = r_max
-        self.width = admission.slots.total
-        self.now_s = 0.0
 
     @property
     def free_slots(self) -> int:
@@ -25,34 +49,43 @@ class LiveView:
 
     @property
     def q_p(self) -> int:
+        """Requests waiting for prefill; a partly prefilled one is not counted."""
         return len(self._admission.waiting)
 
     @property
     def q_d(self) -> int:
+        """Decode tokens waiting for prelude."""
         return self._rows.count[DECODE]
 
     @property
     def q_r(self) -> int:
+        """Rows ready for their next loop."""
         return self._rows.count[READY]
 
     @property
     def q_c(self) -> int:
+        """Exited rows waiting for coda."""
         return self._rows.count[EXITED]
 
     @property
     def informed(self) -> bool:
+        """False when a core step is in flight whose flags will say more of the next exits."""
         return not (self._rows.active_with["gated"] and self._in_flight.cores)
 
     def can_prefill(self, min_free_slots: int | None = None) -> bool:
+        """CanPrefill of scheduling.md; with another S than the configured one, if given."""
         return self._admission.can_prefill(min_free_slots)
 
     def ready_rows(self) -> ReadyRows:
+        """Loops of the rows of Q_R, and which of them certainly exit at their next one."""
         return self._rows.ready_rows()
 
     def decoding_rows(self) -> DecodingRows:
+        """Every row that carries a token."""
         return self._rows.decoding_rows(self._r_max)
 
-    def head_prompt(self) -> HeadPrompt | None:
+    def head_prompt(self, now: float) -> HeadPrompt | None:
+        """The partly prefilled prompt, else the head of the waiting queue, if any. ``now``: seconds."""
         admission = self._admission
         if admission.partial is not None:
             request, arrived_s = admission.partial, float(self._rows.arrived_s[admission.partial.slot])
@@ -62,13 +95,20 @@ class LiveView:
             tokens, untouched = head.length, not (head.output or head.preempted)
         else:
             return None
-        waited_s = 0.0 if np.isnan(arrived_s) else max(0.0, self.now_s - arrived_s)
-        return HeadPrompt(waited_s, tokens, untouched, request.overdue)
+        waited_s = 0.0 if np.isnan(arrived_s) else max(0.0, now - arrived_s)
+        return HeadPrompt(request.request_id, waited_s, tokens, untouched, request.overdue)
 
-    def set_head_overdue(self) -> None:
-        waiting = self._admission.waiting
-        if (head := waiting.head()) is not None:
-            waiting.set_overdue(head)
 
-    def next_exits(self) -> int:
-        return self._rows.next_exits()
+class Policy(Protocol):
+    """One decision at a time."""
+
+    full_depth: bool  # True: gates and recorded depths are not used, every token runs its max_loops
+    learns: bool  # True: wants to observe retired stages, context tokens included
+
+    def choose(self, view: QueueView, now: float) -> Decision | None:
+        """The next decision, None when nothing can run. ``now``: seconds, on the clock of arrivals."""
+        ...
+
+    def observe(self, retired: RetiredStage) -> None:
+        """A stage has retired; stages come in order."""
+        ...

@@ -144,7 +144,7 @@ class LockstepEngine:
         answers: Sequence[Answer],
     ) -> Scheduler:
         if what.kind == "preempt":
-            active = [slot for slot, request in enumerate(scheduler.rows.request) if request is not None]
+            active = [slot for slot, request in enumerate(scheduler.admission.rows.request) if request is not None]
             if active:
                 scheduler._preempt(active[what.pick % len(active)])
             return scheduler

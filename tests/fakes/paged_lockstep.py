@@ -85,7 +85,7 @@ class Lockstep:
 
     def _start_worker(self) -> None:
         former, self.worker = self.worker, PagedWorker(self.config)
-        self.worker.last_step_id = self.scheduler._next_step_id - 1
+        self.worker.last_step_id = self.scheduler._dispatch.next_step_id - 1
         self.worker.cuts = former.cuts
         self.worker.rebuilt, self.worker.forced = former.rebuilt, former.forced
 
@@ -93,7 +93,7 @@ class Lockstep:
         """One stage, executed at once (the worker's order is the order of dispatch), its result held back."""
         may_choose = not self.scheduler._in_flight.full()
         stage = self.scheduler.next_stage(0.0)
-        self.waits += stage is None and may_choose and bool(self.scheduler._unsettled)
+        self.waits += stage is None and may_choose and self.scheduler._requests.unsettled
         if stage is not None:
             self.dispatched += 1
             if self.keep_stages:

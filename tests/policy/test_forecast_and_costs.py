@@ -1,8 +1,6 @@
 """What auto learns online: hazards from depths, fixed costs from stage times, the flow of prompts."""
 
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from depthbatch.common.frames import Stage
 from depthbatch.scheduler.policy.auto import _Flow
 from depthbatch.scheduler.policy.cost_model import LinearFit, StageCosts
 from depthbatch.scheduler.policy.exit_forecast import ExitForecast
+from depthbatch.scheduler.policy.view import RetiredStage
 
 
 @given(weights=st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(any), seed=st.integers(0, 999))
@@ -147,8 +146,7 @@ def flow(prompt_tokens: int) -> _Flow:
     passed = _Flow(16)
     for _ in range(17):
         for stage, tokens in [(Stage.CORE, 0)] * 4 + [(Stage.CODA, 0), (Stage.PREFILL, prompt_tokens)]:
-            step: Any = SimpleNamespace(stage=stage, tokens=tokens, requests=(None,))
-            passed.add(step)
+            passed.add(RetiredStage(stage, np.arange(1, 2), (4,), tokens, (), False, 0.0, 0.0))
     return passed
 
 

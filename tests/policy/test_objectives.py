@@ -87,6 +87,6 @@ def test_before_costs_are_known_nothing_is_limited() -> None:
     pacing = Pacing("latency", LatencyTargets(0.1, 0.01), 4, 512)
     view: Any = SimpleNamespace(can_prefill=lambda s: s <= 2)
     forecast = DecodeForecast(np.zeros(5), 0.0)
-    assert pacing.limit(view, 2, None, forecast) == (512, 4)
-    assert pacing.limit(view, 3, None, forecast) is None
-    assert pacing.limit(view, 2, PrefillCost(0.01, 0.0), forecast) == (512, 4)  # no core step has run yet
+    assert pacing.limit(view, 0.0, 2, None, forecast) == (512, 4)
+    assert pacing.limit(view, 0.0, 3, None, forecast) is None
+    assert pacing.limit(view, 0.0, 2, PrefillCost(0.01, 0.0), forecast) == (512, 4)  # no core step has run yet

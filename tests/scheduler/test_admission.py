@@ -219,9 +219,9 @@ def prefill_order(harness: Lockstep) -> list[int]:
             starts = stage.frame[stage.header.rows : 2 * stage.header.rows]
             slots = stage.frame[: stage.header.rows]
             order += [
-                harness.scheduler.rows.request[slot].prompt.size  # type: ignore[union-attr]
+                harness.scheduler.admission.rows.request[slot].prompt.size  # type: ignore[union-attr]
                 for slot, start in zip(slots.tolist(), starts.tolist(), strict=True)
-                if start == 0 and harness.scheduler.rows.request[slot] is not None
+                if start == 0 and harness.scheduler.admission.rows.request[slot] is not None
             ]
         harness.complete()
     return order

@@ -1,0 +1,179 @@
+"""Stages from the rows and prompts they run: the header, frame and parameters to send, and the record of what is in flight.
+
+Row state advances here, when a stage is dispatched.
+"""
+
+import numpy as np
+
+from depthbatch.common.frames import Int32Array, Stage
+from depthbatch.common.messages import PLAIN, StageBatch, StageExtra, Variant
+from depthbatch.scheduler.admission import Admission
+from depthbatch.scheduler.config import SchedulerConfig, bucket_table
+from depthbatch.scheduler.counters import Counters
+from depthbatch.scheduler.inflight import InFlight, InFlightStep
+from depthbatch.scheduler.lifecycle import Lifecycle
+from depthbatch.scheduler.rebuild import feed_forced_tokens, start_decode
+from depthbatch.scheduler.requests import PrefillLimit, Request
+from depthbatch.scheduler.rows import DECODE, EXITED, READY, SlotArray
+from depthbatch.scheduler.stage_batch import (
+    ScheduledStage,
+    coda_variant,
+    decode_frame,
+    prefill_frame,
+    prefill_variant,
+    slot_param_frame,
+    stage_extra,
+    take_targets,
+)
+
+
+class Dispatch:
+    """One method a stage; the caller has checked that it can run."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        admission: Admission,
+        requests: Lifecycle,
+        in_flight: InFlight,
+        counters: Counters,
+        learns: bool,
+    ) -> None:
+        """``learns``: the policy observes stages, so context tokens are counted."""
+        self._r_max = config.r_max
+        self._admission = admission
+        self._requests = requests
+        self._in_flight = in_flight
+        self._counters = counters
+        self._learns = learns
+        self._rows = admission.rows
+        self._bucket_of = bucket_table(config.buckets, config.max_num_seqs)
+        self.next_step_id = 1
+        self.nothing_ran = True  # the worker stands still because nothing was runnable
+
+    def core(self, now: float) -> ScheduledStage:
+        """One loop of every row of Q_R."""
+        rows = self._rows
+        slots = rows.in_phase(READY)
+        loops = rows.begin_loop(slots)
+        gated = rows.any_of("gated", slots)
+        step, frame = self._decode(Stage.CORE, slots, now, loops, Variant.GATES if gated else PLAIN)
+        if gated:
+            step.loops, step.epochs = loops, rows.epoch.take(slots)
+            step.blocks_next = rows.awaits_own(slots, loops)
+        if self._learns:
+            step.tokens = int(rows.position.take(slots).sum()) + slots.size
+        return self._send(step, frame)
+
+    def coda(self, now: float) -> ScheduledStage:
+        """A token of every row of Q_C."""
+        rows = self._rows
+        slots = rows.in_phase(EXITED)
+        depths = rows.loop.take(slots)
+        variant = coda_variant(rows, slots)
+        step, frame = self._decode(Stage.CODA, slots, now, depths, variant)
+        by_slot = rows.request
+        requests = tuple([by_slot[slot] for slot in slots.tolist()])
+        if rows.any_of("forced", slots):
+            forced = rows.forced[slots].tolist()
+            requests = tuple([None if known else request for request, known in zip(requests, forced, strict=True)])
+        step.requests = requests
+        step.depths = tuple(depths.tolist())
+        last = rows.begin_coda(slots)
+        for request in requests:
+            if request is not None:
+                request.dispatched += 1
+        for slot in last.tolist():
+            self._requests.drain(self._request_at(slot))
+        return self._send(step, frame)
+
+    def prelude(self, now: float) -> ScheduledStage | None:
+        """The next token of every row of Q_D; None when preemption has left nothing to run."""
+        rows, admission = self._rows, self._admission
+        while admission.blocks_missing():
+            self._requests.preempt(self._request_at(rows.youngest()))
+        slots = rows.in_phase(DECODE)
+        if not slots.size:
+            return None
+        new_blocks = admission.grow(slots)
+        rows.start_token(slots)
+        extra = feed_forced_tokens(rows, slots) if rows.any_of("forced", slots) else None
+        gated = rows.any_of("preloop", slots)
+        step, frame = self._decode(Stage.PRELUDE, slots, now, new_blocks, Variant.GATES if gated else PLAIN, extra)
+        if gated:
+            step.epochs, step.blocks_next = rows.epoch.take(slots), True
+        return self._send(step, frame)
+
+    def prefill(self, now: float, limit: PrefillLimit | None) -> ScheduledStage:
+        """Prompt tokens in arrival order, up to the limit."""
+        chunks = self._admission.pack(limit)
+        params = slot_param_frame([chunk.request for chunk in chunks if chunk.new_blocks.size])
+        n_tokens = sum(chunk.length for chunk in chunks)
+        header = StageBatch(
+            self._take_step_id(),
+            Stage.PREFILL,
+            bucket=0,
+            rows=len(chunks),
+            n_tokens=n_tokens,
+            n_updates=sum(chunk.new_blocks.size for chunk in chunks),
+            variant=prefill_variant(chunks),
+            n_slot_params=0 if params is None else len(params),
+            after_no_work=self.nothing_ran,
+            extra=stage_extra(chunks, self._r_max),
+        )
+        slots = np.array([chunk.request.slot for chunk in chunks], dtype=np.intp)
+        step = InFlightStep(header, Stage.PREFILL, slots, now)
+        step.requests = tuple([chunk.request for chunk in chunks if chunk.samples])
+        step.depths = (self._r_max,) * len(step.requests)
+        step.tokens = n_tokens
+        step.targets = take_targets(chunks)
+        frame = prefill_frame(chunks)
+        self._counters.prompt_tokens += n_tokens
+        self._counters.waited((chunk.request for chunk in chunks), now)
+        for request in [chunk.request for chunk in chunks if chunk.is_last]:
+            request.dispatched += not request.output
+            start_decode(self._rows, request)
+            if request.dispatched >= request.limit:
+                self._requests.drain(request)
+        return self._send(step, frame, params)
+
+    def _decode(
+        self,
+        stage: Stage,
+        slots: SlotArray,
+        now: float,
+        aux: Int32Array | None,
+        variant: Variant,
+        extra: StageExtra | None = None,
+    ) -> tuple[InFlightStep, Int32Array]:
+        """Record and frame of a decode stage, of rows at their present positions."""
+        bucket = self._bucket_of[slots.size]
+        frame = decode_frame(slots, self._rows.position.take(slots), aux, bucket)
+        header = StageBatch(
+            self._take_step_id(),
+            stage,
+            bucket,
+            slots.size,
+            variant=variant,
+            after_no_work=self.nothing_ran,
+            extra=extra,
+        )
+        return InFlightStep(header, stage, slots, now), frame
+
+    def _send(self, step: InFlightStep, frame: Int32Array, params: Int32Array | None = None) -> ScheduledStage:
+        """Books the stage as in flight."""
+        header = step.header
+        self._in_flight.push(step)
+        self._counters.dispatched(step.stage, header.rows, header.bucket)
+        self.nothing_ran = False
+        return ScheduledStage(header, frame, params)
+
+    def _take_step_id(self) -> int:
+        step_id = self.next_step_id
+        self.next_step_id += 1
+        return step_id
+
+    def _request_at(self, slot: int) -> Request:
+        request = self._rows.request[slot]
+        assert request is not None
+        return request

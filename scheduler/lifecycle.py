@@ -1,0 +1,117 @@
+"""Requests from submit to their terminal event: where each one is, and every way from there to elsewhere. ::
+
+    submit -> WAITING -> ACTIVE -> DRAINING -> DONE
+                 ^          |
+                 +----------+   preempted, or its worker lost
+
+A request may end from any state.
+"""
+
+from depthbatch.common.messages import FinishReason, TokenEvent
+from depthbatch.scheduler.admission import Admission
+from depthbatch.scheduler.counters import Counters
+from depthbatch.scheduler.requests import Request, State
+from depthbatch.scheduler.selfcheck import check_ownership
+
+
+class Lifecycle:
+    """All unanswered requests, and the events of those that end."""
+
+    def __init__(self, admission: Admission, counters: Counters) -> None:
+        self._admission = admission
+        self._counters = counters
+        self._live: dict[int, Request] = {}
+        self._unsettled: dict[int, Request] = {}  # preempted while tokens were in flight
+        self.events: list[TokenEvent] = []  # to be published
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._live
+
+    def get(self, request_id: int) -> Request | None:
+        """The request while it is unanswered."""
+        return self._live.get(request_id)
+
+    @property
+    def unsettled(self) -> bool:
+        """True when the prompt of some preempted request includes tokens that are not known yet."""
+        return bool(self._unsettled)
+
+    def add(self, request: Request) -> None:
+        """A new request waits; one that was submitted with all its tokens ends at once."""
+        self._live[request.request_id] = request
+        self._admission.waiting.push(request)
+        reason = finish_reason(request)
+        if reason is not None:
+            self.end(request, reason)
+
+    def end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        tokens: tuple[int, ...] = (),
+        depths: tuple[int, ...] = (),
+        logprobs: bytes = b"",
+        failure: str = "",
+    ) -> None:
+        """Takes a request out of wherever it is, with its one last event; it is forgotten. ``failure``: why it ends with ERROR."""
+        if request.state is State.ACTIVE:
+            self._admission.release(request)
+        elif request.state is State.WAITING:
+            self._admission.waiting.remove(request)
+        self._unsettled.pop(request.request_id, None)
+        request.state = State.DONE
+        del self._live[request.request_id]
+        self._counters.finished(reason)
+        stop_reason = request.output[-1] if reason is FinishReason.STOP else None
+        event = TokenEvent(request.request_id, tokens, depths, reason, stop_reason, logprobs, failure=failure)
+        self.events.append(event)
+
+    def drain(self, request: Request) -> None:
+        """Its last token is dispatched: slot and blocks are free for stages that come later in the stream."""
+        self._admission.release(request)
+        request.state = State.DRAINING
+
+    def preempt(self, request: Request) -> None:
+        """Slot and blocks are needed by others; it waits to be rebuilt."""
+        self._counters.preemptions += 1
+        self._admission.release(request)
+        self._wait_again(request)
+        if request.pending:
+            self._unsettled[request.request_id] = request
+
+    def settle(self, request: Request) -> None:
+        """A token of a request has come."""
+        if self._unsettled and request.pending == 0:
+            self._unsettled.pop(request.request_id, None)
+
+    def lose_worker(self) -> None:
+        """Every request that held a slot, or had its last token in flight, waits to be rebuilt."""
+        self._unsettled.clear()
+        lost = [r for r in self._live.values() if r.state in (State.ACTIVE, State.DRAINING)]
+        for request in sorted(lost, key=lambda r: r.order, reverse=True):
+            if request.state is State.ACTIVE:
+                self._admission.release(request)
+            self._wait_again(request)
+        for request in self._live.values():
+            request.dispatched = len(request.output)
+            request.targets_sent = request.targets_known
+
+    def verify(self) -> None:
+        """Full self-check: raises InvariantError unless every block, slot and row has exactly one owner."""
+        check_ownership(self._admission, self._live.values())
+
+    def _wait_again(self, request: Request) -> None:
+        request.state = State.WAITING
+        request.preempted = True
+        self._admission.waiting.push_front(request)
+
+
+def finish_reason(request: Request) -> FinishReason | None:
+    """Why the request ends with its last known token; None when it does not."""
+    output = request.output
+    if output and output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(output) >= request.limit else None
