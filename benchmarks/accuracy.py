@@ -203,7 +203,7 @@ def ask(
 
 
 def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> Report:
-    """The report under the keys of interfaces.md. One engine for gates and fixed depths, one for every other
+    """The report under the keys of names.md. One engine for gates and fixed depths, one for every other
     (layout, loops). Raises ConfigError, ModelError, RequestError, EngineDeadError."""
     from depthbatch.worker.models.loader import read_spec
 

@@ -1,4 +1,4 @@
-"""One benchmark result under the keys of interfaces.md, from the scheduler's counters, and its comparison with ``cb``.
+"""One benchmark result under the keys of names.md, from the scheduler's counters, and its comparison with ``cb``.
 
 Bounds (paper, equations 1 and 2): S_dec = (F0 + r_max Fr) / (F0 + d Fr) with d the mean depth of decode tokens;
 S_e2e = 1 / (a + (1 - a) / S_dec) with a the share of the baseline's time that goes into prefill.
@@ -30,7 +30,7 @@ class Setting:
 
 @dataclass
 class Record:
-    """One measured policy. Fields are the JSON keys of interfaces.md."""
+    """One measured policy. Fields are the JSON keys of names.md."""
 
     policy: str
     w: int

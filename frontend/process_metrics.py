@@ -1,6 +1,6 @@
 """The counters of scheduler and worker as Prometheus text. Reads what they report under its final name; counts nothing.
 
-SchedulerStats holds ``name{label="value"}`` -> number, names as in interfaces.md without the prefix. Here each series
+SchedulerStats holds ``name{label="value"}`` -> number, names as in names.md without the prefix. Here each series
 gets its prefix, the process it comes from, a type and a help text.
 """
 

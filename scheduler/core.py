@@ -136,7 +136,7 @@ class Scheduler:
         return self._in_flight.oldest_dispatch_s()
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges under the names of interfaces.md."""
+        """Counters and gauges under the names of names.md."""
         view, values = self.view, self.counters.values()
         values["num_requests_running"] = self.num_running
         values["num_requests_waiting"] = self.num_waiting

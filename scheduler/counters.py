@@ -1,4 +1,4 @@
-"""Counters since start, under the names of interfaces.md (without the prefix), labels in Prometheus notation."""
+"""Counters since start, under the names of names.md (without the prefix), labels in Prometheus notation."""
 
 from bisect import bisect_left
 from collections import Counter

@@ -245,7 +245,7 @@ class SchedulerProcess:
     # --- figures
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges of the core, this process and the worker, under the names of interfaces.md."""
+        """Counters and gauges of the core, this process and the worker, under the names of names.md."""
         values = self.core.stats() if self.core is not None else {}
         values |= {f'scheduler_stage_seconds_total{{verb="{verb}"}}': s for verb, s in self._verb_seconds.items()}
         for quantile in (50, 99) if self._stage_us else ():

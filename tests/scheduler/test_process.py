@@ -213,7 +213,7 @@ def expected(request: Submit) -> list[int]:
 
 def test_requests_are_served_and_figures_kept(engine: Engine) -> None:
     """Hello is answered once a worker is ready; 20 requests through two core steps in flight get the tokens of the
-    plain loop; a request that can never fit is refused with its numbers; the counters of interfaces.md are there."""
+    plain loop; a request that can never fit is refused with its numbers; the counters of names.md are there."""
     worker = FakeWorker(engine.run_dir)
     frontend = engine.frontend
     frontend.until(lambda: frontend.of(EngineReady))

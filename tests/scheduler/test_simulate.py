@@ -57,7 +57,7 @@ def test_arrival_times_are_honoured() -> None:
 
 
 def test_report_follows_the_definitions() -> None:
-    """S_dec and S_e2e from a hand-made run; every key of interfaces.md is there."""
+    """S_dec and S_e2e from a hand-made run; every key of names.md is there."""
     workload = Workload(tuple(WorkloadRequest(50, 20, exit_depths=(2,) * 19) for _ in range(8)))
     cb, refill = run(workload, "cb"), run(workload)
     line = report(refill, cb, OURO, workload).as_json()
