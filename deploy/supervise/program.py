@@ -49,8 +49,7 @@ def main() -> int:
 def _run_frontend(run_dir: Path) -> int:
     from depthbatch.deploy.supervise.supervision import SupervisordClient
     from depthbatch.frontend.async_engine import AsyncEngine
-    from depthbatch.frontend.http.run import run_frontend
-    from depthbatch.frontend.http.server import bind
+    from depthbatch.frontend.http.server import bind, run_frontend
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor a connection

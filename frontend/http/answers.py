@@ -1,17 +1,19 @@
-"""HTTP answers that notice when the client goes away. Knows ASGI; nothing of tokens."""
+"""HTTP answers that notice when the client goes away. Knows ASGI and how answers are documented; nothing of tokens."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.errors import as_api_error
+from depthbatch.frontend.http.schemas import ErrorAnswer
 
 T = TypeVar("T")
 
@@ -99,3 +101,15 @@ class EventStream(Response):
     async def _start(self, send: Send) -> None:
         headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+
+
+def documented(answer: type[BaseModel], *, generates: bool = False) -> dict[str, Any]:
+    """Route arguments: the answer's shape for the OpenAPI document, and the errors it may have."""
+    statuses = [400, 401, 404, 413, 431, *((500, 503, 504) if generates else ())]
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": answer}}
+    responses |= {status: {"model": ErrorAnswer} for status in statuses}
+    if generates:
+        # No type: tools read a stream as its text or, event by event, as objects.
+        stream = {"description": "server-sent events, one chunk of the answer each, then [DONE]"}
+        responses[200]["content"] = {"text/event-stream": {"schema": stream}}
+    return {"responses": responses, "response_model": None}

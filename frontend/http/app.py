@@ -1,5 +1,7 @@
-"""The FastAPI application: routers, error handlers and the edge, put together. Starts nothing."""
+"""The FastAPI application: routers, error handlers and the edge, put together, and its page /docs. Starts nothing."""
 
+from collections.abc import Iterator
+from html import escape
 from typing import Any
 
 from fastapi import FastAPI
@@ -7,10 +9,17 @@ from fastapi.responses import HTMLResponse
 
 from depthbatch import __version__
 from depthbatch.frontend.http import chat, completions, operations
-from depthbatch.frontend.http.docs_page import docs_page
 from depthbatch.frontend.http.edge import Edge
 from depthbatch.frontend.http.errors import install_handlers
-from depthbatch.frontend.http.service import Service
+from depthbatch.frontend.http.generation import Service
+
+WORD_LIMIT = 2**31 - 1
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#1b1f24}"
+    "h2{margin-top:2em;border-bottom:1px solid #d0d7de}code{font-size:.95em;background:#f3f4f6;padding:.1em .3em}"
+    "table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:.3em .6em;"
+    "border-bottom:1px solid #e5e7eb}.m{display:inline-block;min-width:3.5em;font-weight:600;color:#0550ae}"
+)
 
 
 def create_app(service: Service, probe: operations.Probe) -> FastAPI:
@@ -47,3 +56,73 @@ def _use_400_for_422(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def docs_page(document: dict[str, Any]) -> str:
+    """An OpenAPI document as one plain page. No scripts and nothing from elsewhere: servers without internet have it, and
+    no third party learns who reads it."""
+    info = document["info"]
+    title = escape(f"{info['title']} {info['version']}")
+    body = "".join(_operation(document, path, method, op) for path, method, op in _operations(document))
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
+        f"<h1>{title}</h1><p>The same as a document for programs: <a href=openapi.json>openapi.json</a></p>{body}"
+    )
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def _operation(document: dict[str, Any], path: str, method: str, operation: dict[str, Any]) -> str:
+    parts = [f"<h2 id='{escape(operation['operationId'])}'><span class=m>{method.upper()}</span>{escape(path)}</h2>"]
+    parts.append(f"<p>{escape(operation.get('description') or operation.get('summary', ''))}</p>")
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body is not None:
+        parts.append(_fields(document, _resolve(document, body)))
+    statuses = ", ".join(sorted(operation["responses"]))
+    parts.append(f"<p>Answers: {escape(statuses)}</p>")
+    return "".join(parts)
+
+
+def _fields(document: dict[str, Any], schema: dict[str, Any]) -> str:
+    required = set(schema.get("required", ()))
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        mark = " (required)" if name in required else ""
+        kind = escape(_kind(document, field))
+        text = escape(field.get("description", ""))
+        rows.append(f"<tr><td><code>{escape(name)}</code>{mark}<td>{kind}<td>{text}")
+    return f"<table><tr><th>field<th>type<th>{''.join(rows)}</table>"
+
+
+def _kind(document: dict[str, Any], field: dict[str, Any]) -> str:
+    """A type in a few words."""
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "anyOf" in field:
+        kinds = [_kind(document, option) for option in field["anyOf"]]
+        return " or ".join(kind for kind in dict.fromkeys(kinds) if kind != "null")
+    if field.get("type") == "array":
+        return f"list of {_kind(document, field.get('items', {}))}"
+    kind = str(field.get("type", "any"))
+    low = field.get("minimum", field.get("exclusiveMinimum"))
+    high = field.get("maximum", field.get("exclusiveMaximum"))
+    bounds = f"{'above' if 'exclusiveMinimum' in field else 'from'} {low:g}" if _says_something(low) else ""
+    bounds += f" to {high:g}" if _says_something(high) else ""
+    return f"{kind} {bounds.strip()}".strip()
+
+
+def _says_something(bound: float | None) -> bool:
+    """Limits of the integer type itself are no news."""
+    return bound is not None and abs(bound) < WORD_LIMIT
+
+
+def _resolve(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    reference = schema.get("$ref")
+    if reference is None:
+        return schema
+    found: dict[str, Any] = document["components"]["schemas"][reference.rpartition("/")[2]]
+    return found

@@ -1,16 +1,16 @@
-"""/v1/chat/completions: the model's own chat template, then the same generation as completions."""
+"""/v1/chat/completions: a conversation in the model's own chat template; how its body asks and its choices are written."""
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from depthbatch.frontend.http.answers import EventStream, answer, event
-from depthbatch.frontend.http.errors import ApiError
-from depthbatch.frontend.http.generation import Job, Tally
+from depthbatch.frontend.http.answers import EventStream, answer, documented
+from depthbatch.frontend.http.errors import ApiError, bad_value
+from depthbatch.frontend.http.generation import Call, Prompt, Service
+from depthbatch.frontend.http.logprobs import ChatLogprobs
 from depthbatch.frontend.http.schemas import ChatAnswer, ChatRequest
-from depthbatch.frontend.http.service import Service, documented
+from depthbatch.frontend.output import OutputDelta
 
 
 def routes(service: Service) -> APIRouter:
@@ -20,7 +20,7 @@ def routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation through the model's own chat template."""
         service.check(body)
-        call = _Call(service, body)
+        call = Call(service, body, ChatSpelling(body, service))
         if body.stream:
             return EventStream(call.stream())
         return await answer(request, call.collect())
@@ -28,66 +28,48 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-class _Call:
-    """One request."""
+class ChatSpelling:
+    """A message of the assistant."""
 
-    def __init__(self, service: Service, body: ChatRequest) -> None:
-        self.service = service
-        self.body = body
-        self.head = service.head("chatcmpl", body.request_id)
-        self.n = body.n or 1
+    id_prefix = "chatcmpl"
+    answer_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+    num_prompts = 1
 
-    async def collect(self) -> dict[str, Any]:
-        """The whole answer."""
-        with self.service.admission.admit(self.n):
-            jobs = await self._prepare()
-            choices = [self.service.choice(self.body, job) for job in jobs]
-            texts = [""] * len(jobs)
-            tally = Tally(len(jobs[0].prompt_ids))
-            async for piece in self.service.run(jobs, self.body, self.head.request_id):
-                texts[piece.choice] += piece.text
-                choices[piece.choice].add(piece)
-                tally.add(piece)
-        return {
-            **self.head.fields("chat.completion"),
-            "choices": [
-                {**choice.fields(), "message": {"role": "assistant", "content": text}}
-                for choice, text in zip(choices, texts, strict=True)
-            ],
-            "usage": tally.usage(),
-        }
+    def __init__(self, body: ChatRequest, service: Service) -> None:
+        self._body = body
+        self._texts = service.texts
+        self._max_model_len = service.engine.info.max_model_len
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The same as events; the first event of a choice names the role."""
-        with self.service.admission.admit(self.n):
-            jobs = await self._prepare()
-            choices = [self.service.choice(self.body, job) for job in jobs]
-            fields = self.head.fields("chat.completion.chunk")
-            tally = Tally(len(jobs[0].prompt_ids))
-            silent = set(range(len(jobs)))
-            pieces = self.service.run(jobs, self.body, self.head.request_id)
-            try:
-                async for piece in pieces:
-                    tally.add(piece)
-                    delta = {"content": piece.text}
-                    if piece.choice in silent:
-                        silent.discard(piece.choice)
-                        delta = {"role": "assistant", **delta}
-                    yield event({**fields, "choices": [{**choices[piece.choice].news(piece), "delta": delta}]})
-            finally:
-                await pieces.aclose()
-            if self.service.include_usage(self.body):
-                yield event({**fields, "choices": [], "usage": tally.usage()})
-
-    async def _prepare(self) -> list[Job]:
-        body = self.body
-        ids = await self.service.texts.encode_chat(body.messages, body)
-        room = self.service.engine.info.max_model_len - len(ids)
-        if room < 1:
+    async def prompts(self) -> list[Prompt]:
+        ids = await self._texts.encode_chat(self._body.messages, self._body)
+        if len(ids) >= self._max_model_len:
             raise ApiError(
                 400,
-                f"messages of {len(ids)} tokens leave no room: max_model_len is {self.service.engine.info.max_model_len}",
+                f"messages of {len(ids)} tokens leave no room: max_model_len is {self._max_model_len}",
                 param="messages",
                 code="context_length_exceeded",
             )
-        return self.service.jobs(body, ids, body.max_completion_tokens or body.max_tokens or room, first_index=0)
+        return [Prompt(ids)]
+
+    def fields(self, prompt: Prompt) -> dict[str, Any]:
+        body = self._body
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_value("top_logprobs", "only with logprobs")
+        return {
+            "max_tokens": body.max_completion_tokens or body.max_tokens or self._max_model_len - len(prompt.ids),
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        }
+
+    def logprob_format(self, prompt: Prompt) -> ChatLogprobs | None:
+        return ChatLogprobs(self._texts.tokenizer) if self._body.logprobs else None
+
+    def shown(self, delta: OutputDelta) -> OutputDelta:
+        return delta
+
+    def whole(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def part(self, text: str, first: bool) -> dict[str, Any]:
+        """The first event of a choice names the role."""
+        return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}

@@ -1,16 +1,19 @@
-"""/v1/completions: one or many prompts, text or token ids, plain or streamed."""
+"""/v1/completions: one or many prompts, text or token ids; how its body asks and its choices are written."""
 
-from collections.abc import AsyncGenerator
+import dataclasses
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from depthbatch.frontend.http.answers import EventStream, answer, event
+from depthbatch.common.messages import FinishReason
+from depthbatch.frontend.http.answers import EventStream, answer, documented
 from depthbatch.frontend.http.errors import bad_value
-from depthbatch.frontend.http.generation import Job, Piece, Tally
+from depthbatch.frontend.http.generation import Call, Prompt, Service
+from depthbatch.frontend.http.logprobs import CompletionLogprobs
 from depthbatch.frontend.http.schemas import CompletionAnswer, CompletionRequest
-from depthbatch.frontend.http.service import Service, documented
+from depthbatch.frontend.http.texts import Texts
+from depthbatch.frontend.output import OutputDelta
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -22,7 +25,7 @@ def routes(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues a prompt, or each of several; JSON, or server-sent events with stream."""
         service.check(body)
-        call = _Call(service, body)
+        call = Call(service, body, CompletionSpelling(body, service.texts))
         if body.stream:
             return EventStream(call.stream())
         return await answer(request, call.collect())
@@ -30,89 +33,64 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-class _Call:
-    """One request."""
+class CompletionSpelling:
+    """Text that continues text; with ``echo`` after the prompt itself."""
 
-    def __init__(self, service: Service, body: CompletionRequest) -> None:
-        self.service = service
-        self.body = body
-        self.head = service.head("cmpl", body.request_id)
-        self.n = body.n or 1
-        self.prompts: list[str | list[int]] = _prompts(body.prompt)
-        self.max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        if not self.max_tokens and not body.echo:
+    id_prefix = "cmpl"
+    answer_object = event_object = "text_completion"
+
+    def __init__(self, body: CompletionRequest, texts: Texts) -> None:
+        """Raises ApiError."""
+        self._body = body
+        self._texts = texts
+        self._prompts = _as_list(body.prompt)
+        self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if not self._max_tokens and not body.echo:
             raise bad_value("max_tokens", "0 only with echo: there would be nothing to answer")
+        self.num_prompts = len(self._prompts)
 
-    async def collect(self) -> dict[str, Any]:
-        """The whole answer."""
-        with self.service.admission.admit(len(self.prompts) * self.n):
-            jobs, heads = await self._prepare()
-            choices = [self.service.choice(self.body, job) for job in jobs]
-            texts = list(heads)
-            tally = self._tally(jobs)
-            async for piece in self.service.run(jobs, self.body, self.head.request_id):
-                piece = self._shown(piece)
-                texts[piece.choice] += piece.text
-                choices[piece.choice].add(piece)
-                tally.add(piece)
+    async def prompts(self) -> list[Prompt]:
+        return [await self._prompt(given) for given in self._prompts]
+
+    async def _prompt(self, given: str | list[int]) -> Prompt:
+        body = self._body
+        if isinstance(given, str):
+            ids = await self._texts.encode(given, body.add_special_tokens is not False, bool(body.parse_special_tokens))
+            if not ids:
+                raise bad_value("prompt", "no tokens in it")
+            return Prompt(ids, given if body.echo else "")
+        return Prompt(given, await self._texts.decode(given) if body.echo else "")
+
+    def fields(self, prompt: Prompt) -> dict[str, Any]:
+        body = self._body
         return {
-            **self.head.fields("text_completion"),
-            "choices": [{**choice.fields(), "text": text} for choice, text in zip(choices, texts, strict=True)],
-            "usage": tally.usage(),
+            "max_tokens": max(self._max_tokens, 1),
+            "logprobs": body.logprobs,
+            "prompt_logprobs": body.logprobs if body.echo else None,
         }
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The same as events; the prompt of an echo comes with a choice's first event."""
-        with self.service.admission.admit(len(self.prompts) * self.n):
-            jobs, heads = await self._prepare()
-            choices = [self.service.choice(self.body, job) for job in jobs]
-            fields = self.head.fields("text_completion")
-            tally = self._tally(jobs)
-            pieces = self.service.run(jobs, self.body, self.head.request_id)
-            try:
-                async for piece in pieces:
-                    piece = self._shown(piece)
-                    tally.add(piece)
-                    text, heads[piece.choice] = heads[piece.choice] + piece.text, ""
-                    choice = {**choices[piece.choice].news(piece), "text": text}
-                    yield event({**fields, "choices": [choice]})
-            finally:
-                await pieces.aclose()
-            if self.service.include_usage(self.body):
-                yield event({**fields, "choices": [], "usage": tally.usage()})
+    def logprob_format(self, prompt: Prompt) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        return CompletionLogprobs(self._texts.tokenizer, prompt.ids if self._body.echo else ())
 
-    def _shown(self, piece: Piece) -> Piece:
+    def shown(self, delta: OutputDelta) -> OutputDelta:
         """With max_tokens 0 the prompt alone: its scores come with a first token, which prefill samples anyway."""
-        if self.max_tokens:
-            return piece
-        reason = "length" if piece.finish_reason == "stop" else piece.finish_reason
-        return piece._replace(
-            text="", token_ids=(), exit_depths=(), logprobs=(), finish_reason=reason, stop_reason=None
+        if self._max_tokens:
+            return delta
+        reason = FinishReason.LENGTH if delta.finish_reason is FinishReason.STOP else delta.finish_reason
+        return dataclasses.replace(
+            delta, text="", token_ids=[], exit_depths=[], logprobs=[], finish_reason=reason, stop_reason=None
         )
 
-    def _tally(self, jobs: list[Job]) -> Tally:
-        return Tally(sum(len(job.prompt_ids) for job in jobs[:: self.n]))
+    def whole(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    async def _prepare(self) -> tuple[list[Job], list[str]]:
-        """The jobs in choice order, and the text each choice starts with (its prompt with ``echo``)."""
-        body, texts = self.body, self.service.texts
-        jobs: list[Job] = []
-        heads: list[str] = []
-        for prompt in self.prompts:
-            ids = prompt
-            if isinstance(ids, str):
-                ids = await texts.encode(ids, body.add_special_tokens is not False, bool(body.parse_special_tokens))
-                if not ids:
-                    raise bad_value("prompt", "no tokens in it")
-            head = ""
-            if body.echo:
-                head = prompt if isinstance(prompt, str) else await texts.decode(ids)
-            jobs += self.service.jobs(body, ids, max(self.max_tokens, 1), first_index=len(jobs))
-            heads += [head] * self.n
-        return jobs, heads
+    def part(self, text: str, first: bool) -> dict[str, Any]:
+        return {"text": text}
 
 
-def _prompts(prompt: object) -> list[str | list[int]]:
+def _as_list(prompt: object) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     assert isinstance(prompt, list)

@@ -1,12 +1,13 @@
 """ASGI middleware in front of every route: API key, body size and pace. Knows nothing of what the bodies mean."""
 
+import asyncio
 import hmac
+from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.errors import ApiError
-from depthbatch.frontend.http.turnstile import Turnstile
 
 # what probes and scrapers read without a key; everything that names or runs a model needs one
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
@@ -19,6 +20,48 @@ class BodyTooLarge(ApiError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+class Turnstile:
+    """Lets ``per_turn`` requests through in one turn of the running event loop, the others in later turns in order of
+    arrival, so that a turn stays short however many arrive.
+
+    A turn runs everything that is ready. Above capacity, the requests that arrive during one turn would make the next one
+    longer, in which more arrive: turns of seconds, and every stream and probe waits for them.
+    """
+
+    def __init__(self, per_turn: int) -> None:
+        self._per_turn = per_turn
+        self._left = per_turn  # of this turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turning = False
+
+    async def enter(self) -> None:
+        """Returns at once if there is room in this turn and nobody waits."""
+        if self._left and not self._waiting:
+            self._left -= 1
+            self._turn_later()
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._turn_later()
+        await turn
+
+    def _turn_later(self) -> None:
+        if not self._turning:
+            self._turning = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._turning = False
+        self._left = self._per_turn
+        while self._left and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else whoever waited was cancelled
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < self._per_turn:
+            self._turn_later()
 
 
 class Edge:

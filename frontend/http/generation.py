@@ -1,43 +1,161 @@
-"""One HTTP request as sequences of the engine: fan-out, merging, deadline, abort. Knows nothing of response shapes."""
+"""One HTTP request as sequences of the engine, whichever endpoint it came by: limit, submission, answer, events, usage.
+
+An endpoint's Spelling says how its body asks and how its choices are written; the rest is here, once.
+"""
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from depthbatch.common.errors import EngineDeadError
-from depthbatch.frontend.background import panics_as_errors
-from depthbatch.frontend.http.admission import Admission
-from depthbatch.frontend.http.contract import Engine, Output
-from depthbatch.frontend.http.errors import ApiError
-from depthbatch.frontend.logprobs import TokenLogprobs
+from depthbatch.common.errors import RequestError
+from depthbatch.common.messages import EngineInfo, FinishReason
+from depthbatch.frontend.http.answers import event
+from depthbatch.frontend.http.errors import ApiError, bad_value, overloaded
+from depthbatch.frontend.http.logprobs import LogprobFormat
+from depthbatch.frontend.http.request_fields import check_extras, renamed, sampling_fields
+from depthbatch.frontend.http.schemas import GenerationFields
+from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.metrics import FrontendMetrics, SequenceTimer
-from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.output import IndexedDelta, OutputDelta
+from depthbatch.frontend.params import SEED_MASK, SamplingParams
 
 
-@dataclass(frozen=True)
-class Job:
-    """One sequence to generate: choice ``index`` of the answer."""
+class Engine(Protocol):
+    """What HTTP needs of a running engine; AsyncEngine has it, and so has the fake of the tests."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    def generate_all(
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str
+    ) -> AsyncGenerator[list[IndexedDelta], None]: ...
+    async def abort(self, request_id: str) -> bool: ...
+    async def abort_all(self) -> None: ...
+
+
+class RequestLimit:
+    """How many sequences may be in flight. After ``drain`` none is let in; ``idle`` is set when none is left."""
+
+    def __init__(self, limit: int, metrics: FrontendMetrics) -> None:
+        self.limit = limit
+        self.in_flight = 0
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._metrics = metrics
+
+    @contextlib.contextmanager
+    def places(self, sequences: int) -> Iterator[None]:
+        """Holds ``sequences`` places while the body runs; raises ApiError (503, or 400 if they could never fit)."""
+        if sequences > self.limit:
+            self._metrics.rejected("too_large")
+            raise bad_value("n", f"{sequences} sequences in one request; this server takes {self.limit}")
+        if self.draining:
+            self._metrics.rejected("draining")
+            raise overloaded("the server is shutting down", retry_after_s=5)
+        if self.in_flight + sequences > self.limit:
+            self._metrics.rejected("queue_full")
+            raise overloaded(f"the queue is full: {self.in_flight} of {self.limit} places taken")
+        self.in_flight += sequences
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= sequences
+            if self.in_flight == 0:
+                self.idle.set()
+
+    def drain(self) -> None:
+        self.draining = True
+
+
+class Service:
+    """The engine, its texts and its limit, handed to every router."""
+
+    def __init__(self, engine: Engine, texts: Texts, config: HttpConfig, model_name: str) -> None:
+        self.engine = engine
+        self.texts = texts
+        self.config = config
+        self.model_name = model_name
+        self.started_s = int(time.time())
+        self.metrics = FrontendMetrics(engine.info.r_max)
+        self.limit = RequestLimit(config.max_requests, self.metrics)
+
+    def check(self, body: GenerationFields) -> None:
+        """Refuses what can be refused without tokens. Raises ApiError."""
+        self.check_model(body.model)
+        check_extras(body.model_extra)
+        if (body.n or 1) > self.config.max_n:
+            raise bad_value("n", f"{body.n} is more than this server's limit of {self.config.max_n}")
+        if body.stream_options is not None and not body.stream:
+            raise bad_value("stream_options", "only with stream")
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
+
+    async def abort(self, name: str) -> bool:
+        """Ends every request that a client has given this name; False if there is none."""
+        return await self.engine.abort(engine_name(name))
+
+
+def engine_name(name: str) -> str:
+    """A client's name for the engine, where requests of other APIs have names too: no other holds a space."""
+    return f"http {name}"
+
+
+class Prompt(NamedTuple):
+    """What the choices of one prompt continue."""
+
+    ids: list[int]
+    echo: str = ""  # what their text starts with
+
+
+class Spelling(Protocol):
+    """How one endpoint's body asks for sequences, and how it writes a choice of the answer."""
+
+    id_prefix: str
+    answer_object: str
+    event_object: str
+    num_prompts: int
+
+    async def prompts(self) -> list[Prompt]:
+        """Raises ApiError."""
+        ...
+
+    def fields(self, prompt: Prompt) -> dict[str, Any]:
+        """The fields of SamplingParams that have another meaning, or another name, elsewhere. Raises ApiError."""
+        ...
+
+    def logprob_format(self, prompt: Prompt) -> LogprobFormat | None: ...
+
+    def shown(self, delta: OutputDelta) -> OutputDelta:
+        """What of the engine's news the client asked for."""
+        ...
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """A plain answer's text."""
+        ...
+
+    def part(self, text: str, first: bool) -> dict[str, Any]:
+        """An event's text; ``first``: of its choice."""
+        ...
+
+
+@dataclass
+class Choice:
+    """One sequence of the answer."""
 
     index: int
-    prompt_ids: list[int]
+    prompt: Prompt
     params: SamplingParams
-
-
-class Piece(NamedTuple):
-    """News of one choice."""
-
-    choice: int
-    text: str
-    token_ids: Sequence[int]
-    exit_depths: Sequence[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    logprobs: Sequence[TokenLogprobs]  # one a token, if asked for
-    prompt_logprobs: Sequence[TokenLogprobs]  # of the prompt's tokens but the first, once, if asked for
+    timer: SequenceTimer
+    logprob_format: LogprobFormat | None
+    started: bool = False  # something of it was written
 
 
 @dataclass
@@ -45,16 +163,16 @@ class Tally:
     """Counts of one request for its ``usage``. A sequence's first token comes from prefill, at full depth: it counts in
     ``loops`` and not in the mean depth, which is that of the decoded tokens (as RequestOutput has it)."""
 
-    prompt_tokens: int
+    prompt_tokens: int = 0
     completion_tokens: int = 0
     loops: int = 0
     _prefill_loops: dict[int, int] = field(default_factory=dict)  # by choice
 
-    def add(self, piece: Piece) -> None:
-        self.completion_tokens += len(piece.token_ids)
-        self.loops += sum(piece.exit_depths)
-        if piece.exit_depths:
-            self._prefill_loops.setdefault(piece.choice, piece.exit_depths[0])
+    def add(self, choice: int, exit_depths: Sequence[int]) -> None:
+        if exit_depths:
+            self.completion_tokens += len(exit_depths)
+            self.loops += sum(exit_depths)
+            self._prefill_loops.setdefault(choice, exit_depths[0])
 
     def usage(self) -> dict[str, object]:
         decoded = self.completion_tokens - len(self._prefill_loops)
@@ -68,119 +186,117 @@ class Tally:
         }
 
 
-@dataclass
-class Registry:
-    """Which engine sequences belong to which client id. Client ids repeat; internal ids are ours and never do."""
+class Call:
+    """One request of a generating endpoint."""
 
-    engine: Engine
-    _by_client_id: dict[str, set[str]] = field(default_factory=dict)
-    _count: Iterator[int] = field(default_factory=itertools.count)
+    def __init__(self, service: Service, body: GenerationFields, spelling: Spelling) -> None:
+        self._service = service
+        self._body = body
+        self._spelling = spelling
+        self._n = body.n or 1
+        self._timeout_s = body.timeout_s if body.timeout_s is not None else service.config.default_timeout_s
+        self._with_depths = bool(body.return_exit_depths)
+        self._with_tokens = bool(body.return_token_ids) or service.texts.tokenizer is None
+        self._id = body.request_id or f"{spelling.id_prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._choices: list[Choice] = []
+        self._tally = Tally()
 
-    @contextlib.contextmanager
-    def sequence(self, client_id: str) -> Iterator[str]:
-        internal_id = f"http-{next(self._count)}"
-        self._by_client_id.setdefault(client_id, set()).add(internal_id)
-        try:
-            yield internal_id
-        finally:
-            ids = self._by_client_id[client_id]
-            ids.discard(internal_id)
-            if not ids:
-                del self._by_client_id[client_id]
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer."""
+        outputs: dict[int, OutputDelta] = {}
+        async with self._running() as batches:
+            async for batch in batches:
+                for index, news in batch:
+                    delta = self._taken(self._choices[index], news)
+                    if index in outputs:
+                        outputs[index].append(delta)
+                    else:
+                        outputs[index] = delta
+        return {
+            **self._head(self._spelling.answer_object),
+            "choices": [self._whole(choice, outputs[choice.index]) for choice in self._choices],
+            "usage": self._tally.usage(),
+        }
 
-    async def abort(self, client_id: str) -> bool:
-        """Ends every sequence of that client id; False if there is none. Twice, or for an unknown id, is fine."""
-        ids = list(self._by_client_id.get(client_id, ()))
-        for internal_id in ids:
-            await self.engine.abort(internal_id)
-        return bool(ids)
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The same as server-sent events, one for what has come for one choice; those that are there at once come
+        together."""
+        head = self._head(self._spelling.event_object)
+        async with self._running() as batches:
+            async for batch in batches:
+                deltas = [(self._choices[index], self._taken(self._choices[index], news)) for index, news in batch]
+                yield b"".join([event({**head, "choices": [self._part(*news)]}) for news in deltas])
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield event({**head, "choices": [], "usage": self._tally.usage()})
 
-    async def abort_all(self) -> int:
-        """Ends everything; returns how many client ids that were."""
-        client_ids = list(self._by_client_id)
-        for client_id in client_ids:
-            await self.abort(client_id)
-        return len(client_ids)
+    def _head(self, kind: str) -> dict[str, Any]:
+        """What all events of one answer share."""
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._service.model_name}
 
-
-@dataclass
-class Generation:
-    """Runs jobs on the engine; every stream of every endpoint goes through ``run``."""
-
-    engine: Engine
-    admission: Admission
-    registry: Registry
-    metrics: FrontendMetrics
-
-    async def run(self, jobs: list[Job], client_id: str, timeout_s: float | None) -> AsyncGenerator[Piece, None]:
-        """The pieces of all jobs as they come; closing the generator aborts what still runs.
-
-        Raises ApiError (504) at the deadline, (500) when the engine gives a sequence up.
-        """
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        merged = self._one(jobs[0], client_id) if len(jobs) == 1 else self._many(jobs, client_id)
-        async with contextlib.aclosing(merged) as pieces:
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        piece = await anext(pieces)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise ApiError(504, f"timeout_s: not finished after {timeout_s:g} s", code="timeout") from None
-                yield piece
-
-    async def _one(self, job: Job, client_id: str) -> AsyncGenerator[Piece, None]:
-        timer = self.metrics.sequence(len(job.prompt_ids))
-        with self.registry.sequence(client_id) as internal_id, timer:
-            outputs = self.engine.generate(job.prompt_ids, job.params, internal_id)
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    yield _piece(job.index, output, timer)
-            if timer.finish_reason is None:
-                raise EngineDeadError("the engine ended a request without an answer")
-
-    async def _many(self, jobs: list[Job], client_id: str) -> AsyncGenerator[Piece, None]:
-        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-
-        async def pump(job: Job) -> None:
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[AsyncGenerator[list[IndexedDelta], None]]:
+        """The engine's news of all choices; leaving aborts what still runs. Raises ApiError."""
+        service = self._service
+        with service.limit.places(self._spelling.num_prompts * self._n), contextlib.ExitStack() as timers:
             try:
-                with panics_as_errors():
-                    async with contextlib.aclosing(self._one(job, client_id)) as pieces:
-                        async for piece in pieces:
-                            queue.put_nowait(piece)
-                queue.put_nowait(None)
-            except Exception as error:
-                queue.put_nowait(error)
+                await self._prepare()
+                for choice in self._choices:
+                    timers.enter_context(choice.timer)
+                requests = [(choice.prompt.ids, choice.params) for choice in self._choices]
+                async with contextlib.aclosing(service.engine.generate_all(requests, engine_name(self._id))) as batches:
+                    yield batches
+            except RequestError as error:
+                raise renamed(error, self._body) from None
 
-        tasks = [asyncio.create_task(pump(job)) for job in jobs]
-        try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def _prepare(self) -> None:
+        """The choices, ``n`` of each prompt in turn. Raises ApiError or RequestError (400)."""
+        service, body, spelling = self._service, self._body, self._spelling
+        for prompt in await spelling.prompts():
+            fields = sampling_fields(body) | spelling.fields(prompt) | {"timeout_s": self._timeout_s}
+            self._tally.prompt_tokens += len(prompt.ids)
+            for number in range(self._n):
+                if body.seed is not None:
+                    fields["seed"] = (body.seed + number) & SEED_MASK
+                self._choices.append(
+                    Choice(
+                        len(self._choices),
+                        prompt,
+                        SamplingParams(**fields),
+                        service.metrics.sequence(len(prompt.ids)),
+                        spelling.logprob_format(prompt),
+                    )
+                )
 
+    def _taken(self, choice: Choice, news: OutputDelta) -> OutputDelta:
+        """What the client is shown of the news, which are counted. Raises ApiError (504) at the deadline."""
+        if news.finish_reason is FinishReason.TIMEOUT:
+            raise ApiError(504, f"timeout_s: not finished after {self._timeout_s:g} s", code="timeout")
+        choice.timer.tokens(news.exit_depths, news.finish_reason, time.monotonic())
+        delta = self._spelling.shown(news)
+        self._tally.add(choice.index, delta.exit_depths)
+        return delta
 
-def _piece(index: int, output: Output, timer: SequenceTimer) -> Piece:
-    if output.finish_reason == "error":
-        raise ApiError(500, "the engine failed on this request", code="engine_error")
-    timer.tokens(output.exit_depths, output.finish_reason, time.monotonic())
-    return Piece(
-        index,
-        output.text,
-        output.token_ids,
-        output.exit_depths,
-        output.finish_reason,
-        output.stop_reason,
-        output.logprobs,
-        output.prompt_logprobs,
-    )
+    def _whole(self, choice: Choice, output: OutputDelta) -> dict[str, Any]:
+        return {**self._fields(choice, output), **self._spelling.whole(choice.prompt.echo + output.text)}
+
+    def _part(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
+        first, choice.started = not choice.started, True
+        text = choice.prompt.echo + delta.text if first else delta.text
+        return {**self._fields(choice, delta), **self._spelling.part(text, first)}
+
+    def _fields(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
+        """A choice apart from its text."""
+        fields: dict[str, Any] = {
+            "index": choice.index,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "logprobs": None,
+        }
+        if choice.logprob_format is not None:
+            fields["logprobs"] = choice.logprob_format(delta.prompt_logprobs, delta.logprobs)
+        if self._with_depths:
+            fields["exit_depths"] = delta.exit_depths
+        if self._with_tokens:
+            fields["token_ids"] = delta.token_ids
+        return fields

@@ -1,14 +1,21 @@
 """Endpoints about the server: models, tokens, abort, health, readiness, metrics, version."""
 
+import asyncio
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import generate_latest
 from starlette.responses import Response
 
 from depthbatch import __version__
-from depthbatch.frontend.http.answers import json_answer
+from depthbatch.common.errors import EngineDeadError
+from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.http.answers import documented, json_answer
 from depthbatch.frontend.http.errors import bad_value
+from depthbatch.frontend.http.generation import Service
+from depthbatch.frontend.http.request_fields import check_extras
 from depthbatch.frontend.http.schemas import (
     AbortAnswer,
     AbortRequest,
@@ -17,14 +24,16 @@ from depthbatch.frontend.http.schemas import (
     HealthAnswer,
     ModelCard,
     ModelList,
+    ProcessHealth,
     ReadyAnswer,
     TokenizeAnswer,
     TokenizeRequest,
     VersionAnswer,
 )
-from depthbatch.frontend.http.service import Service, documented
-from depthbatch.frontend.http.unsupported import check_extras
+from depthbatch.frontend.metrics import FrontendMetrics
+from depthbatch.frontend.process_metrics import process_metrics_text
 
+STATS_WAIT_S = 0.5  # a scheduler that does not answer in time is reported with the numbers it gave last
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -33,6 +42,31 @@ class Probe(Protocol):
 
     def health(self) -> HealthAnswer: ...
     async def metrics_text(self) -> bytes: ...
+
+
+class EngineProbe:
+    """Reads what scheduler and worker push, and asks the scheduler, between two stages, for its counters."""
+
+    def __init__(self, engine: AsyncEngine, metrics: FrontendMetrics, stall_s: float) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._stall_s = stall_s
+        self._last_stats: dict[str, float] = {}
+
+    def health(self) -> HealthAnswer:
+        health = self._engine.health(self._stall_s)
+        processes = {name: ProcessHealth(**asdict(process)) for name, process in health.processes.items()}
+        return HealthAnswer(status=health.status, processes=processes)
+
+    async def metrics_text(self) -> bytes:
+        """Everything that one scrape gets."""
+        try:
+            async with asyncio.timeout(STATS_WAIT_S):
+                self._last_stats = await self._engine.stats()
+        except (TimeoutError, EngineDeadError):
+            pass
+        own = generate_latest(self._metrics.registry)
+        return own + process_metrics_text(self._last_stats, self._engine.health(self._stall_s))
 
 
 def routes(service: Service, probe: Probe) -> APIRouter:
@@ -90,11 +124,9 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
         """The text of token ids."""
         service.check_model(body.model)
         check_extras(body.model_extra)
-        for token_id in body.tokens:
-            if token_id >= service.engine.info.vocab_size:
-                raise bad_value(
-                    "tokens", f"{token_id} is not below the vocabulary size {service.engine.info.vocab_size}"
-                )
+        largest = max(body.tokens, default=0)
+        if largest >= service.engine.info.vocab_size:
+            raise bad_value("tokens", f"{largest} is not below the vocabulary size {service.engine.info.vocab_size}")
         return json_answer({"prompt": await service.texts.decode(body.tokens)})
 
     @router.get("/tokenizer_info", responses={404: {"description": "no tokenizer"}}, response_model=None)
@@ -108,7 +140,7 @@ def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
     async def abort(body: AbortRequest) -> Response:
         """Ends requests by name; answers which of them were running."""
         ids = [body.request_id] if isinstance(body.request_id, str) else body.request_id
-        return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.registry.abort(name)]})
+        return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.abort(name)]})
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=None, responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})
@@ -121,7 +153,7 @@ def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
     @router.get("/ready", response_model=None, responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
     async def ready() -> Response:
         """200 when new requests are taken."""
-        status = "draining" if service.admission.draining else probe.health().status
+        status = "draining" if service.limit.draining else probe.health().status
         headers = {} if status == "ok" else {"Retry-After": "5"}
         return JSONResponse({"status": status}, 200 if status == "ok" else 503, headers)
 

@@ -1,4 +1,6 @@
-"""uvicorn around the application: the socket, bounded request heads, SIGTERM that drains. Knows no routes."""
+"""The frontend program: uvicorn with bounded request heads and a SIGTERM that drains. It listens at once, answers probes
+while the engine loads, then serves it until drained. Knows no routes.
+"""
 
 import asyncio
 import contextlib
@@ -6,19 +8,30 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict
+from typing import Any
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp
+import uvloop
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from depthbatch.common.errors import ConfigError
+from depthbatch.common.errors import ConfigError, DepthbatchError
 from depthbatch.common.logging import get_logger
-from depthbatch.frontend.background import OnFailure, background, failure_of
-from depthbatch.frontend.http.errors import ApiError
-from depthbatch.frontend.http.service import Service
+from depthbatch.common.os_process import tune_garbage_collection
+from depthbatch.common.transport import API_ENDPOINT, endpoint
+from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.background import OnFailure, background, catch_the_rest, failure_of
+from depthbatch.frontend.http.app import create_app
+from depthbatch.frontend.http.errors import ApiError, overloaded
+from depthbatch.frontend.http.generation import Service
+from depthbatch.frontend.http.operations import EngineProbe
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
+from depthbatch.frontend.http.texts import Texts
+from depthbatch.frontend.zmq_api import ZmqApi
 
 log = get_logger("http")
 
@@ -184,7 +197,7 @@ class Server(uvicorn.Server):
     def on_drain_notice(self) -> None:
         """No new work from now on. Not counted as a signal: the SIGTERM that follows is the first."""
         if self.service is not None:
-            self.service.admission.drain()
+            self.service.limit.drain()
 
     def on_signal(self) -> None:
         """First: drain. Second: abort what runs. Third: leave."""
@@ -192,10 +205,10 @@ class Server(uvicorn.Server):
         if self.service is None:
             self.leave()
         elif self._signals == 1:
-            self.service.admission.drain()
+            self.service.limit.drain()
             self._start(self._drain(self.service), "drain")
         elif self._signals == 2:
-            log.warning("second signal: aborting %d sequences", self.service.admission.in_flight)
+            log.warning("second signal: aborting %d sequences", self.service.limit.in_flight)
             self._start(self._abort(self.service), "abort")
         else:
             self.force_exit = True
@@ -207,20 +220,20 @@ class Server(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
     async def _drain(self, service: Service) -> None:
-        log.info("draining %d sequences, at most %g s", service.admission.in_flight, self._drain_s)
+        log.info("draining %d sequences, at most %g s", service.limit.in_flight, self._drain_s)
         try:
             async with asyncio.timeout(self._drain_s):
-                await service.admission.idle.wait()
+                await service.limit.idle.wait()
         except TimeoutError:
-            log.warning("drain deadline: aborting %d sequences", service.admission.in_flight)
+            log.warning("drain deadline: aborting %d sequences", service.limit.in_flight)
             await self._abort(service)
         self.leave()
 
     async def _abort(self, service: Service) -> None:
-        await service.registry.abort_all()
+        await service.engine.abort_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_GRACE_S):
-                await service.admission.idle.wait()
+                await service.limit.idle.wait()
         self.leave()
 
 
@@ -228,3 +241,80 @@ async def serve(server: Server, listener: socket.socket) -> None:
     """Runs until drained; ``server.url`` is the address."""
     server.url = url_of(listener)
     await server.serve([listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))])
+
+
+class LateApp:
+    """Answers probes with "starting" until the application exists, so that a slow load is not a silent port."""
+
+    def __init__(self, health: Callable[[], dict[str, Any]]) -> None:
+        self.app: ASGIApp | None = None
+        self._health = health
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            response = overloaded("the model is loading", retry_after_s=5).response()
+            if scope["path"] == "/health":
+                response = JSONResponse(self._health(), 503)
+            elif scope["path"] == "/ready":
+                response = JSONResponse({"status": "starting"}, 503, {"Retry-After": "5"})
+            await response(scope, receive, send)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return
+
+
+def run_frontend(
+    engine: AsyncEngine, http: HttpConfig, listener: socket.socket, on_ready: Callable[[str], None]
+) -> None:
+    """Serves ``engine`` on ``listener`` until SIGTERM has drained it. ``on_ready`` gets the address.
+
+    Raises DepthbatchError when the engine does not start or is lost.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(engine, http, listener, on_ready))
+
+
+async def _run(engine: AsyncEngine, http: HttpConfig, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    catch_the_rest(asyncio.get_running_loop(), engine.fail)
+    app = LateApp(lambda: asdict(engine.health(http.stall_s)))
+    server = Server(app, http, engine.fail)
+    running = asyncio.create_task(_with_engine(engine, http, server, app, on_ready), name="frontend")
+    running.add_done_callback(lambda _: server.leave())
+    try:
+        await serve(server, listener)
+    finally:
+        failure: BaseException | None = engine.failure  # the server may leave before ``running`` has heard of it
+        running.cancel()
+        result = (await asyncio.gather(running, return_exceptions=True))[0]
+    if not isinstance(result, asyncio.CancelledError):
+        failure = result
+    if isinstance(failure, Exception) and not isinstance(failure, DepthbatchError):
+        failure = failure_of("frontend", failure)
+    if failure is not None:
+        raise failure
+
+
+async def _with_engine(
+    engine: AsyncEngine, http: HttpConfig, server: Server, app: LateApp, on_ready: Callable[[str], None]
+) -> DepthbatchError:
+    async with engine:
+        texts = Texts(engine.tokenizer, http.template_names, engine.tokenizer_thread)
+        service = Service(engine, texts, http, http.served_model_name or engine.config.model)
+        app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
+        server.service = service
+        api = ZmqApi(engine, endpoint(engine.run_dir, API_ENDPOINT))
+        tune_garbage_collection()
+        try:
+            on_ready(server.url)
+            raise await engine.failed()
+        finally:
+            await api.close()

@@ -24,7 +24,9 @@ class HttpConfig:
     max_n: int = option(16, "largest n", low=1, high=128)
     max_body_bytes: int = option(16 << 20, "largest request body", low=1024)
     max_header_bytes: int = option(64 << 10, "largest request head: request line and headers", low=1024)
-    default_timeout_s: float | None = option(None, "timeout_s of requests that name none (default: no limit)", low=0.0)
+    default_timeout_s: float | None = option(
+        None, "timeout_s of requests that name none (default: no limit)", low=0.001, high=86400.0
+    )
     drain_s: float = option(30.0, "after SIGTERM, how long running streams may take to finish", low=0.0)
     stall_s: float = option(30.0, "with work waiting, no step for this long means unhealthy", low=0.1)
     chat_template_kwargs: str = option("enable_thinking", "names clients may set, separated by commas")

@@ -10,9 +10,9 @@ import uvloop
 from prometheus_client import generate_latest
 
 from depthbatch.frontend.http.app import create_app
+from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.schemas import HealthAnswer, ProcessHealth
 from depthbatch.frontend.http.server import Server, bind, serve, url_of
-from depthbatch.frontend.http.service import Service
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.tokenizer import Tokenizer

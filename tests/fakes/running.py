@@ -11,7 +11,7 @@ import pytest
 from depthbatch.common.config import EngineConfig
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.client import Client
-from depthbatch.frontend.http import run
+from depthbatch.frontend.http import server as program
 from depthbatch.frontend.http.server import Server, bind
 from depthbatch.frontend.http.settings import HttpConfig
 from fakes.install import use_fake_engine
@@ -25,7 +25,7 @@ class RunningFrontend:
     def __init__(self, patch: pytest.MonkeyPatch, wait: bool = True) -> None:
         use_fake_engine(patch)
         patch.setattr(logging.getLogger("depthbatch"), "propagate", True)
-        patch.setattr(run, "Server", self._make_server)
+        patch.setattr(program, "Server", self._make_server)
         self._wait = wait
         self.engine = AsyncEngine.from_config(EngineConfig(), quiet=True)
         self.server: Server | None = None
@@ -44,7 +44,7 @@ class RunningFrontend:
 
     def _run(self) -> None:
         try:
-            run.run_frontend(self.engine, HttpConfig(drain_s=0.1), self._listener, self._on_ready)
+            program.run_frontend(self.engine, HttpConfig(drain_s=0.1), self._listener, self._on_ready)
         except BaseException as error:
             self.error = error
 

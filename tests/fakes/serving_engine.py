@@ -5,19 +5,22 @@ It has slots, so that requests can be caught waiting, and counts what holds one.
 """
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import Gate
 from depthbatch.common.grammar_host import GrammarHost
-from depthbatch.common.messages import EngineInfo, FinishReason, TokenEvent
+from depthbatch.common.messages import EngineInfo, FinishReason, RequestParams, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.grammar import GrammarChecker
-from depthbatch.frontend.output import OutputAssembler, OutputDelta, Scoring
-from depthbatch.frontend.params import RequestDefaults, SamplingParams
+from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
+from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
+from depthbatch.frontend.prompts import assembler_of, check_stop
 from depthbatch.frontend.tokenizer import Tokenizer
 from fakes.chat_tokenizer import EOS_ID, VOCAB_SIZE
 
@@ -65,6 +68,18 @@ def fake_scores(tokens: list[int]) -> bytes:
     return rows.tobytes()
 
 
+@dataclass(eq=False)
+class FakeSequence:
+    """One request; ``name`` is its caller's."""
+
+    name: str
+    prompt: list[int]
+    resolved: RequestParams
+    assembler: OutputAssembler
+    deadline_s: float | None  # on the loop's clock
+    aborted: bool = False
+
+
 class FakeEngine:
     """``step_s`` seconds a token; ``gate_open`` cleared holds every sequence in prefill."""
 
@@ -76,60 +91,96 @@ class FakeEngine:
         self.prefill_open = asyncio.Event()
         self.prefill_open.set()
         self.waiting = 0
-        self.running: dict[str, asyncio.Event] = {}
+        self.running: set[FakeSequence] = set()
+        self.known: set[FakeSequence] = set()
         self.tokens_made = 0
         self._slots = asyncio.Semaphore(slots)
         self._defaults = RequestDefaults(self.info, seed=0)
         self._grammars = GrammarChecker(demo_host)
-        self._aborts: set[str] = set()
-        self._known: set[str] = set()
 
     async def abort(self, request_id: str) -> bool:
-        if request_id in self._known:
-            self._aborts.add(request_id)
-        return request_id in self._known
+        found = [sequence for sequence in self.known if sequence.name == request_id]
+        for sequence in found:
+            sequence.aborted = True
+        return bool(found)
 
-    async def generate(
-        self, prompt: list[int], params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[OutputDelta, None]:
+    async def abort_all(self) -> None:
+        for sequence in self.known:
+            sequence.aborted = True
+
+    async def generate_all(
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str
+    ) -> AsyncGenerator[list[IndexedDelta], None]:
+        """One task a sequence; their deltas as they come. Nothing starts unless every request is good."""
+        sequences = [self._sequence(request_id, prompt, params) for prompt, params in requests]
+        queue: asyncio.Queue[IndexedDelta | BaseException | None] = asyncio.Queue()
+
+        async def pump(index: int, sequence: FakeSequence) -> None:
+            try:
+                await self._run(sequence, lambda delta: queue.put_nowait(IndexedDelta(index, delta)))
+                queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        self.known.update(sequences)
+        tasks = [asyncio.create_task(pump(index, sequence)) for index, sequence in enumerate(sequences)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield [item]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.known.difference_update(sequences)
+
+    def _sequence(self, name: str, prompt: list[int], params: SamplingParams) -> FakeSequence:
+        """Raises RequestError, as EngineClient.check does."""
+        check_stop(params, self.tokenizer)
+        check_token_ids(prompt, self.info)
         resolved = self._defaults.resolve(params, len(prompt), ordinal=0)
         if params.constraint is not None:
             self._grammars.check(resolved.grammar)  # proved, then not obeyed
-        detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
-        assembler = OutputAssembler(
-            request_id,
-            detokenizer,
-            tuple(params.stop),
-            params.min_tokens,
-            Scoring(params.logprobs, params.prompt_logprobs, prompt),
-        )
-        self._known.add(request_id)
+        deadline_s = None if params.timeout_s is None else asyncio.get_running_loop().time() + params.timeout_s
+        return FakeSequence(name, prompt, resolved, assembler_of(name, prompt, params, self.tokenizer), deadline_s)
+
+    async def _run(self, sequence: FakeSequence, put: Callable[[OutputDelta], None]) -> None:
+        try:
+            async with asyncio.timeout_at(sequence.deadline_s), self._slot(sequence):
+                while not self.prefill_open.is_set() and not sequence.aborted:
+                    await asyncio.sleep(0.005)
+                for position in range(sequence.resolved.max_tokens):
+                    await asyncio.sleep(self.step_s)
+                    delta = sequence.assembler.push(self._event(sequence, position))
+                    put(delta)
+                    if delta.finish_reason is not None:
+                        return
+        except TimeoutError:
+            put(sequence.assembler.push(TokenEvent(0, (), (), FinishReason.TIMEOUT)))
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, sequence: FakeSequence) -> AsyncIterator[None]:
         self.waiting += 1
         try:
             await self._slots.acquire()
-        except BaseException:
-            self._known.discard(request_id)
-            raise
         finally:
             self.waiting -= 1
-        self.running[request_id] = asyncio.Event()
+        self.running.add(sequence)
         try:
-            while not self.prefill_open.is_set() and request_id not in self._aborts:
-                await asyncio.sleep(0.005)
-            for position in range(resolved.max_tokens):
-                await asyncio.sleep(self.step_s)
-                delta = assembler.push(self._event(prompt, resolved, request_id, position))
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+            yield
         finally:
-            self.running.pop(request_id).set()
-            self._known.discard(request_id)
-            self._aborts.discard(request_id)
+            self.running.discard(sequence)
             self._slots.release()
 
-    def _event(self, prompt: list[int], resolved: object, request_id: str, position: int) -> TokenEvent:
-        if request_id in self._aborts:
+    def _event(self, sequence: FakeSequence, position: int) -> TokenEvent:
+        prompt, resolved = sequence.prompt, sequence.resolved
+        if sequence.aborted:
             return TokenEvent(0, (), (), FinishReason.ABORT)
         if self.fail_at == position:
             raise RuntimeError("the fake engine was told to fail here")

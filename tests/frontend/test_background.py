@@ -19,8 +19,7 @@ from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import TaskFailedError, background
 from depthbatch.frontend.client import Client
 from depthbatch.frontend.engine_client import EngineClient
-from depthbatch.frontend.http import run
-from depthbatch.frontend.http.generation import Registry
+from depthbatch.frontend.http import server
 from depthbatch.frontend.output import OutputAssembler
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer
@@ -74,8 +73,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[[RunningFrontend], None]]] = {
     "ZMQ API receiver": (ApiRouter, "receive", _nothing),
     "ZMQ API ticker": (ZmqApi, "_receive", _nothing),
     "ZMQ API stats": (AsyncEngine, "stats", _ask_stats),
-    "drain": (Registry, "abort_all", _drain),
-    "abort": (Registry, "abort_all", _drain_and_abort),
+    "drain": (AsyncEngine, "abort_all", _drain),
+    "abort": (AsyncEngine, "abort_all", _drain_and_abort),
     "Exception in callback": (object, "", _callback),
 }
 
@@ -109,7 +108,7 @@ def test_a_failing_task_ends_the_process(
 def test_a_failing_start_names_itself(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The same row for the task that everything else hangs on: it fails after the engine is up, in what is not
     foreseen, while probes are answered."""
-    monkeypatch.setattr(run, "create_app", raising)
+    monkeypatch.setattr(server, "create_app", raising)
     with RunningFrontend(monkeypatch, wait=False) as frontend:
         assert isinstance(frontend.end(), TaskFailedError)
     assert "frontend failed: Broken: on purpose" in caplog.text
@@ -196,7 +195,7 @@ def test_a_failing_thread_ends_its_process() -> None:
     assert "CRITICAL worker: thread completions failed: ZeroDivisionError" in ended.stderr
     control = subprocess.run([sys.executable, "-c", THREAD.format(hook=""), "0.5"], capture_output=True, text=True)
     assert control.returncode == 0 and "still here" in control.stdout
-    root = Path(run.__file__).parents[2]
+    root = Path(server.__file__).parents[2]
     for program in ("common/os_process.py", "deploy/supervise/program.py"):
         assert "    die_with_threads()\n" in (root / program).read_text(), program
     for program in ("scheduler/__main__.py", "worker/__main__.py"):

@@ -48,7 +48,7 @@ def send(server: LiveServer, body: dict, path: str = "/v1/completions") -> socke
 def assert_all_free(server: LiveServer) -> None:
     """Nothing holds a slot, waits for one or is counted at the edge; the next request is served at once."""
     wait_until(lambda: not server.engine.running and server.engine.waiting == 0)
-    wait_until(lambda: server.service.admission.in_flight == 0)
+    wait_until(lambda: server.service.limit.in_flight == 0)
     made = server.engine.tokens_made
     answer = httpx.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 2})
     assert answer.status_code == 200
@@ -178,4 +178,4 @@ def test_random_ends_leave_nothing(tokenizer: Tokenizer) -> None:
     with LiveServer(tokenizer, engine={"slots": 4, "step_s": 0.001}) as server:
         asyncio.run(run(server.url))
         assert_all_free(server)
-        assert not server.service.registry._by_client_id
+        assert not server.engine.known

@@ -53,7 +53,7 @@ def test_full_queue_answers_503_with_retry_after(tokenizer: Tokenizer) -> None:
     the one slot and every place of the queue taken, health still answers."""
     with LiveServer(tokenizer, engine={"slots": 1, "step_s": 0.02}, max_requests=3) as server:
         running = [Background(server, LONG) for _ in range(3)]
-        wait_until(lambda: server.service.admission.in_flight == 3)
+        wait_until(lambda: server.service.limit.in_flight == 3)
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
             refused = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
@@ -63,7 +63,7 @@ def test_full_queue_answers_503_with_retry_after(tokenizer: Tokenizer) -> None:
             assert http.get("/health").status_code == 200
             assert 'admission_rejections_total{process="frontend",reason="queue_full"} 2.0' in http.get("/metrics").text
             http.post("/abort", json={"request_id": "nothing"})
-            server.call(lambda: [server.loop.create_task(server.service.registry.abort_all())])
+            server.call(lambda: [server.loop.create_task(server.engine.abort_all())])
             for stream in running:
                 stream.join()
             assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
@@ -109,7 +109,7 @@ def test_internal_error_has_its_status(tokenizer: Tokenizer, at: int, n: int) ->
             assert stream.status == 500
         else:
             assert stream.status == 200 and '"internal_error"' in lines[-2]
-        wait_until(lambda: not server.engine.running and server.service.admission.in_flight == 0)
+        wait_until(lambda: not server.engine.running and server.service.limit.in_flight == 0)
         server.engine.fail_at = None
         assert httpx.post(server.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
 

@@ -8,8 +8,7 @@ import threading
 
 from starlette.types import Receive, Scope, Send
 
-from depthbatch.frontend.http.edge import STARTS_PER_TURN, UNPACED_PATHS, Edge
-from depthbatch.frontend.http.turnstile import Turnstile
+from depthbatch.frontend.http.edge import STARTS_PER_TURN, UNPACED_PATHS, Edge, Turnstile
 from depthbatch.frontend.tokenizer import Tokenizer
 from fakes.http_server import LiveServer
 
