@@ -35,6 +35,9 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+MAX_PRIORITY = 1 << 20  # a request's priority lies within it, either way
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
 

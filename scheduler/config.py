@@ -5,21 +5,21 @@ Knows neither models nor devices; everything it needs of them is in EngineInfo.
 
 from dataclasses import dataclass
 
-from depthbatch.common.config import ASYNC_MODES, OBJECTIVES, POLICIES, PREEMPTION, EngineConfig
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import MAX_DEPTH, MAX_STAGES_IN_FLIGHT
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
 
-MAX_PRIORITY = 1 << 20
 DEFAULT_TTFT_TARGET_MS = 1000.0
 DEFAULT_ITL_TARGET_MS = 100.0
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Symbols of scheduling.md in words. Raises ConfigError on values that contradict each other."""
+    """Symbols of scheduling.md in words. The options have been checked where they were given; raises ConfigError on what
+    only shows once the worker has told its side."""
 
     policy: str
     max_num_seqs: int  # W
@@ -42,31 +42,9 @@ class SchedulerConfig:
     async_scheduling: str = "off"
     gates: tuple[Gate, ...] = tuple(Gate)
     kv_layout: KVLayout = KVLayout.SINGLE
-    max_logprobs: int = 0  # 0: the worker gives none
-    grammars: bool = False  # the worker can constrain output
 
     def __post_init__(self) -> None:
-        _check(self.policy in POLICIES, f"policy '{self.policy}' is not one of {', '.join(POLICIES)}")
-        _check(self.objective in OBJECTIVES, f"objective '{self.objective}' is not one of {', '.join(OBJECTIVES)}")
-        _check(self.preemption in PREEMPTION, f"preemption '{self.preemption}' is not one of {', '.join(PREEMPTION)}")
-        _check(
-            self.async_scheduling in ASYNC_MODES,
-            f"async-scheduling '{self.async_scheduling}' is not one of {', '.join(ASYNC_MODES)}",
-        )
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "min_free_slots",
-            "min_coda_batch",
-            "r_max",
-            "block_size",
-        ):
-            _check(getattr(self, name) >= 1, f"{_option(name)} must be at least 1, not {getattr(self, name)}")
         _check(self.r_max <= MAX_DEPTH, f"r-max must be at most {MAX_DEPTH}, not {self.r_max}")
-        for name in ("min_free_slots", "min_coda_batch"):
-            value = getattr(self, name)
-            _check(value <= self.max_num_seqs, f"{_option(name)} {value} is above max-num-seqs {self.max_num_seqs}")
-        _check(0.0 <= self.kv_headroom < 1.0, f"kv-headroom must be in [0, 1), not {self.kv_headroom}")
         _check(self.num_blocks >= 2, f"kv-blocks must be at least 2 (block 0 is a dummy), not {self.num_blocks}")
         _check(self.max_model_len >= 2, f"max-model-len must be at least 2, not {self.max_model_len}")
         _check(
@@ -114,8 +92,6 @@ class SchedulerConfig:
             async_scheduling=options.async_scheduling,
             gates=tuple(info.gates),
             kv_layout=layout,
-            max_logprobs=info.max_logprobs,
-            grammars=info.grammars,
         )
 
     @property
@@ -138,10 +114,6 @@ class SchedulerConfig:
     @property
     def max_cores_in_flight(self) -> int:
         return 2 if self.async_scheduling == "lookahead" else 1
-
-
-def _option(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _check(holds: bool, message: str) -> None:

@@ -165,11 +165,11 @@ def test_seeds() -> None:
     assert RequestDefaults(INFO, seed=1).resolve(SamplingParams(), 5, 0).seed not in drawn
 
 
-@pytest.mark.parametrize("token", [-1, fake_engine.VOCAB, 1.0, True, "a", None])
+@pytest.mark.parametrize("token", [-1, fake_engine.VOCAB, 2**31, 2**70, 1.0, True, "a", None])
 def test_bad_token_ids(token: Any) -> None:
     with pytest.raises(RequestError) as caught:
         check_token_ids([1, token], INFO)
-    assert caught.value.param == "prompt"
+    assert caught.value.param == "prompt" and repr(token) in str(caught.value)
 
 
 def test_frozen() -> None:

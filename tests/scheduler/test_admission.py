@@ -73,39 +73,21 @@ def test_what_can_never_fit_is_refused_with_the_numbers(preemption: str, blocks:
     [
         ({"prompt": []}, "prompt"),
         ({"prompt": list(range(64))}, "prompt"),
-        ({"tokens": 0}, "max_tokens"),
-        ({"tokens": -1}, "max_tokens"),
-        ({"min_tokens": 5}, "min_tokens"),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"min_loops": 0}, "min_loops"),
-        ({"min_loops": 3, "max_loops": 2}, "min_loops"),
-        ({"max_loops": 5}, "max_loops"),
-        ({"max_loops": 0}, "min_loops"),
-        ({"gate": Gate.OWN}, "gate"),
-        ({"gate": Gate.REPLAY, "exit_depths": b"\1\0\2"}, "exit_depths"),
-        ({"exit_threshold": float("nan")}, "exit_threshold"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_k": 1 << 31}, "top_k"),
-        ({"seed": 1 << 64}, "seed"),
-        ({"priority": 1 << 20}, "priority"),
+        ({"prompt": 10, "tokens": 60}, "max_tokens"),
     ],
 )
-def test_bad_requests_are_refused_and_name_the_field(change: dict, param: str) -> None:
-    """The core does not trust the frontend: each is a Rejected naming its field, and the next request is served."""
-    harness = Lockstep(replace(BASE, gates=(Gate.NONE, Gate.FIXED, Gate.REPLAY)))
+def test_what_cannot_fit_is_refused_and_names_the_field(change: dict, param: str) -> None:
+    """What only the scheduler knows: each is a Rejected naming its field, and the next request is served."""
+    harness = Lockstep(replace(BASE, num_blocks=11))
     refusal = harness.scheduler.submit(submit(1, **change))
     assert refusal is not None and refusal.param == param and "\n" not in refusal.reason
     assert harness.submit(submit(2))
     harness.run()
 
 
-@pytest.mark.parametrize(
-    ("data", "param"), [(b"\1\0\0", "prompt"), (b"\1\0\0\0\x28\0\0\0", "prompt"), (b"\xff" * 4, "prompt")]
-)
+@pytest.mark.parametrize(("data", "param"), [(b"\1\0\0", "prompt"), (b"\1\0\0\0\x28", "prompt"), (b"", "prompt")])
 def test_bad_prompt_bytes_are_refused(data: bytes, param: str) -> None:
-    """Half a token, an id of vocab_size, a negative id."""
+    """Half a token, one and a quarter, none."""
     refusal = Scheduler(BASE).submit(Submit(1, data, RequestParams(max_tokens=1, max_loops=1)))
     assert refusal is not None and refusal.param == param
 
@@ -118,14 +100,6 @@ def test_an_id_in_use_is_refused_and_its_owner_unharmed() -> None:
     assert refusal is not None and refusal.param == "request_id"
     harness.run()
     assert len(harness.answers[1].tokens) == 4
-
-
-def test_early_exit_gates_are_refused_under_depth_indexed() -> None:
-    """Early exit would leave holes in that layout; a fixed depth does not."""
-    scheduler = Scheduler(replace(BASE, kv_layout=KVLayout.DEPTH_INDEXED))
-    refusal = scheduler.submit(submit(1, gate=Gate.REPLAY))
-    assert refusal is not None and "depth_indexed" in refusal.reason and "replay" in refusal.reason
-    assert scheduler.submit(submit(2, gate=Gate.FIXED, min_loops=2, max_loops=2)) is None
 
 
 # --- resubmission

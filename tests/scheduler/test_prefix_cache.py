@@ -170,7 +170,7 @@ def test_without_the_option_nothing_is_shared() -> None:
 @pytest.mark.parametrize("field", [{"presence_penalty": 0.5}, {"prompt_logprobs": True}])
 def test_a_prompt_that_must_run_whole_does(field: dict[str, object]) -> None:
     """A penalty counts the prompt's tokens and prompt logprobs need their logits: both come from prefill alone."""
-    scheduler = serve(replace(CONFIG, max_logprobs=1), request(0, list(range(9)))).scheduler
+    scheduler = serve(CONFIG, request(0, list(range(9)))).scheduler
     assert scheduler.submit(request(1, list(range(9)), **field)) is None
     stage = scheduler.next_stage(0.0)
     assert stage is not None and stage.header.stage == Stage.PREFILL and stage.header.n_tokens == 9

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -220,11 +221,11 @@ def test_requests_are_served_and_figures_kept(engine: Engine) -> None:
     requests = [submit(i) for i in range(20)]
     for request in requests:
         frontend.link.send(request)
-    frontend.link.send(submit(99, tokens=60, max_loops=5))
+    frontend.link.send(msgspec.structs.replace(submit(99), prompt=bytes(4 * 64)))
     frontend.until(lambda: len(frontend.finished()) == 20 and frontend.of(Rejected))
     for request in requests:
         assert frontend.tokens(request.request_id) == expected(request)
-    assert frontend.of(Rejected)[0].param == "max_loops"
+    assert frontend.of(Rejected)[0].param == "prompt"
     seen = len(frontend.of(SchedulerHeartbeat))  # the next heartbeat is the first that is surely later than the work
     frontend.until(lambda: len(frontend.of(SchedulerHeartbeat)) > seen + 1)
     beat = frontend.of(SchedulerHeartbeat)[-1]
@@ -235,7 +236,7 @@ def test_requests_are_served_and_figures_kept(engine: Engine) -> None:
     values = frontend.of(SchedulerStats)[-1].values
     assert values["generation_tokens_total"] == 20 * 12
     assert values['request_success_total{finished_reason="length"}'] == 20
-    assert values['admission_rejections_total{reason="max_loops"}'] == 1
+    assert values['admission_rejections_total{reason="prompt"}'] == 1
     assert values["worker_busy_seconds_total"] == 1.5 and values['worker_idle_seconds_total{cause="no_work"}'] == 0.5
     for verb in ("receive", "complete", "schedule", "dispatch", "publish"):
         assert values[f'scheduler_stage_seconds_total{{verb="{verb}"}}'] > 0
