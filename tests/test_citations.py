@@ -20,6 +20,7 @@ DOCUMENT = re.compile(r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.md)\b")
 SECTION = re.compile(r"\b([a-z][a-z-]*)(?:\.md)?, section (\d+)")
 HEADING = re.compile(r"\((?:[^()]* )?(?:docs/)?([a-z][a-z-]*)\.md, (?!section)([^,():;]+)[,):;]")  # in brackets
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+HOP = re.compile(r"`([\w/]+\.py):(\w+)`")
 NOWHERE = ("hardware notes", "hardware.md", "interfaces.md", "families.md", "speculation.md", "fleet.md", "house.md")
 
 
@@ -95,3 +96,15 @@ def test_the_paper_is_named() -> None:
     readme = prose(ROOT / "README.md")
     assert "[Depth-adaptive Inference of Looped Language Models via Continuous Depth Batching]" in readme
     assert "https://arxiv.org/abs/2608.09444" in readme
+
+
+def test_life_of_a_request_is_true() -> None:
+    """Every ``file.py:function`` on the pages is there; a function that is renamed or moved takes its hop with it."""
+    hops = [(page, *hop) for page in PAGES for hop in HOP.findall(page.read_text(encoding="utf-8"))]
+    assert len(hops) > 20
+    lost = [
+        f"{page.name}: {path}:{function}"
+        for page, path, function in hops
+        if not (ROOT / path).is_file() or not re.search(rf"def {function}\(", (ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert not lost
