@@ -1,6 +1,6 @@
 """The eager loop one would write first for a looped model on a CPU: F.linear, SDPA, one cohort, full depth.
 
-The yardstick of ``benchmarks.cpu_engine``: same shape, same work, same threads, no engine. Two caches: ``contiguous``
+The yardstick of ``bench cpu engine``: same shape, same work, same threads, no engine. Two caches: ``contiguous``
 (a slice of a preallocated tensor) and ``gather`` (paged blocks, gathered before each attention).
 """
 

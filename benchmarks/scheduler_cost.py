@@ -1,4 +1,4 @@
-"""What the scheduler core costs: ``python -m depthbatch.benchmarks.scheduler_cost``.
+"""``depthbatch bench scheduler``: what the scheduler core costs.
 
 Real seconds of complete + next_stage (assembly included, sockets apart) on a steady full engine with recorded depths,
 lock-step. ``core_us`` is a core stage alone; ``loop_us`` is everything between two core stages: the completions and
@@ -7,18 +7,20 @@ assemblies of core, coda, prelude and prefill. ``waiting`` compares 100 with 100
 
 import argparse
 import gc
-import json
-import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import cycle
 
 import numpy as np
 
+from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.trace import blank_result, virtual_engine
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import ASYNC_MODES, EngineConfig
+from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
+from depthbatch.common.messages import StageResult
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 
@@ -67,8 +69,9 @@ def measure(width: int, waiting: int, core_steps: int, mode: str, policy: str = 
     }
 
 
-def _run(scheduler: Scheduler, core_steps: int, top_up: object) -> tuple[list[float], list[float], int]:
-    clock, in_flight = time.perf_counter, deque()  # type: ignore[var-annotated]
+def _run(scheduler: Scheduler, core_steps: int, top_up: Callable[[], None]) -> tuple[list[float], list[float], int]:
+    clock = time.perf_counter
+    in_flight: deque[tuple[StageResult, float]] = deque()
     core_us: list[float] = []
     loop_us: list[float] = []
     spent = stages = 0.0
@@ -91,7 +94,7 @@ def _run(scheduler: Scheduler, core_steps: int, top_up: object) -> tuple[list[fl
         spent += took
         if not result.token_ids:
             core_us.append(1e6 * (took + assembled))
-        top_up()  # type: ignore[operator]
+        top_up()
     return core_us[100:], loop_us[100:], int(stages)
 
 
@@ -99,17 +102,18 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {f"p{q}": round(float(np.percentile(values, q)), 1) for q in (50, 90, 99)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="depthbatch.benchmarks.scheduler_cost")
-    parser.add_argument("--core-steps", type=int, default=2000)
+def add_scheduler_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    """Length and mode."""
+    parser.add_argument("--core-steps", type=int, default=2000, help="measured, after 100 more")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead")
-    args = parser.parse_args()
+    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+
+
+def run_scheduler_cost(args: argparse.Namespace) -> int:
+    """W = 8, 64, 512 with 100 waiting requests, then W = 64 with 100,000."""
+    if args.core_steps < 1:
+        raise ConfigError(f"core-steps must be at least 1, not {args.core_steps}")
     rows = [measure(width, 100, args.core_steps, args.async_scheduling) for width in (8, 64, 512)]
     rows.append(measure(64, 100_000, args.core_steps, args.async_scheduling))
-    json.dump(rows, sys.stdout, indent=2)
-    print()
+    write_json(rows, args.output)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

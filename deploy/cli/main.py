@@ -53,6 +53,9 @@ BENCHMARKS = {
     "serve": Command("depthbatch.benchmarks.serve", "serve", "load on a running server"),
     "sweep": Command("depthbatch.benchmarks.sweep", "sweep", "a product of settings, with figures"),
     "paper": Command("depthbatch.benchmarks.paper_report", "paper_report", "the paper's figures against ours"),
+    "cpu": Command("depthbatch.benchmarks.cpu", "cpu", "the CPU device: engine, policies, kernels"),
+    "scheduler": Command("depthbatch.benchmarks.scheduler_cost", "scheduler_cost", "what the scheduler core costs"),
+    "device-clock": Command("depthbatch.benchmarks.device_clock", "device_clock", "the simulated device's timing"),
     "accuracy": Command("depthbatch.benchmarks.accuracy", "accuracy", "exact match of the demo model's task"),
 }
 

@@ -1,4 +1,4 @@
-"""How well the simulated device keeps its profile's time: ``python -m depthbatch.benchmarks.simulated_device PROFILE``.
+"""``depthbatch bench device-clock``: how well the simulated device keeps its profile's time.
 
 A second process plays the scheduler over a real socket and sends core steps, one or two in flight. Reported is how long
 after a stage's end on the device's clock its result was sent (``late_us``), and how long the device stood still between
@@ -6,7 +6,6 @@ stages (``gap_us``): with two in flight nothing but the device's own bookkeeping
 """
 
 import argparse
-import json
 import multiprocessing
 import tempfile
 import time
@@ -14,7 +13,9 @@ import time
 import numpy as np
 import zmq
 
+from depthbatch.benchmarks.record import write_json
 from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import (
     WIRE_VERSION,
@@ -95,16 +96,18 @@ def measure(profile_name: str, count: int, in_flight: int, rows: int) -> dict[st
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="depthbatch.benchmarks.simulated_device", description=__doc__)
-    parser.add_argument("profile", help="a profile file, or the name of a shipped one")
+def add_device_clock_arguments(parser: argparse.ArgumentParser) -> None:
+    """Profile and size."""
+    parser.add_argument("profile", metavar="PROFILE", help="device profile: a file, or the name of a shipped one")
     parser.add_argument("--stages", type=int, default=500)
     parser.add_argument("--rows", type=int, default=64)
-    arguments = parser.parse_args()
+    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+
+
+def run_device_clock(args: argparse.Namespace) -> int:
+    """With two stages in flight, then with one. Raises ConfigError."""
+    if args.stages < 2:
+        raise ConfigError(f"stages must be at least 2, not {args.stages}")
     sharpen_timers()
-    for in_flight in (2, 1):
-        print(json.dumps(measure(arguments.profile, arguments.stages, in_flight, arguments.rows)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    write_json([measure(args.profile, args.stages, in_flight, args.rows) for in_flight in (2, 1)], args.output)
+    return 0

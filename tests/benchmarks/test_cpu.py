@@ -1,0 +1,73 @@
+"""``bench cpu``, ``bench scheduler``, ``bench device-clock``: they run, and their figures are of what they name. How fast
+the machine is decides nothing here."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from depthbatch.benchmarks import cpu, device_clock, scheduler_cost
+from depthbatch.common.errors import ConfigError
+from depthbatch.deploy.cli.main import OneLineParser
+from depthbatch.worker.layers.cpu.library import cpu_kernels
+
+
+def parsed(*options: str) -> argparse.Namespace:
+    parser = OneLineParser()
+    cpu.add_cpu_arguments(parser)
+    return parser.parse_args(options)
+
+
+def test_kernels_of_a_step_are_timed_beside_the_plain_way(tmp_path: Path) -> None:
+    """Each product, the attention and the whole step, once a batch; all sides of a row are measured."""
+    output = tmp_path / "step.json"
+    sizes = ["--batches", "2", "--contexts", "16", "--seconds", "0.001", "--threads", "1"]
+    assert cpu.run_cpu(parsed("step", *sizes, "--output", str(output))) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["kernel"] for row in rows] == [*cpu.PRODUCTS, "attention at 16", "core step at 16"]
+    for row in rows:
+        assert row["batch"] == 2 and row["bound_us"] > 0 and len(row["times_us"]) >= 2
+        assert row["of_bound"] == pytest.approx(next(iter(row["times_us"].values())) / row["bound_us"])
+
+
+def test_a_step_is_divided_into_kernel_operators_and_the_rest() -> None:
+    """The clock must be in the stack that the engine runs, and gone afterwards."""
+    kernels = cpu_kernels()
+    assert kernels is not None
+    plain = kernels.by_type[torch.bfloat16].stack
+    with cpu.dummy_model() as directory:
+        shares = cpu.core_step(directory, 2, 1)
+    assert kernels.by_type[torch.bfloat16].stack is plain
+    assert shares["kernel_share"] > 0.3 and shares["operator_share"] > 0
+    assert shares["kernel_share"] + shares["operator_share"] + shares["share_outside"] == pytest.approx(1.0)
+
+
+def test_policies_are_summed_up_round_by_round() -> None:
+    """The best fixed policy is that of the best median; auto is held against it within each round."""
+    rounds = [{"cb": 1.0, "refill:1": 2.0, "auto": 3.0}, {"cb": 2.0, "refill:1": 4.0, "auto": 4.0}]
+    result = cpu.summary(rounds)
+    assert result["best_fixed"] == "refill:1" and result["rounds"] == 2
+    assert result["auto_vs_best_quartiles"] == [1.125, 1.25, 1.375]
+    assert result["relative_to_cb"]["refill:1"] == 2.0 and result["median_tokens_per_s"]["auto"] == 3.5
+
+
+def test_without_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEPTHBATCH_CPU_KERNELS", "torch")
+    with pytest.raises(ConfigError, match="C kernels"):
+        cpu.run_cpu(parsed("step"))
+
+
+def test_scheduler_cost_counts_every_stage() -> None:
+    """A full engine runs more than a core stage each loop, and their time is part of the loop's."""
+    row = scheduler_cost.measure(4, 10, 50, "off")
+    assert row["w"] == 4 and row["stages_per_core"] > 1
+    assert row["loop_us"]["p50"] > row["core_us"]["p50"] > 0  # type: ignore[index]
+
+
+def test_device_keeps_its_profiles_time() -> None:
+    """A result is never sent before its stage's end, and the device does not run ahead of its profile."""
+    figures = device_clock.measure("h100-ouro-1.4b", 6, 2, 4)
+    assert figures["stages"] == 6 and figures["stage_ms"] > 5
+    assert figures["late_us_p99"] >= figures["late_us_p50"] >= 0 and figures["gap_us_p50"] >= 0
