@@ -111,15 +111,19 @@ class GrammarHost:
         self.close()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-P", "-m", "depthbatch.common.grammar_program", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command + self._arguments,
+                [*self.program(), str(theirs.fileno()), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # the library's complaints quote what clients sent, without a bound
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
+
+    @staticmethod
+    def program() -> list[str]:
+        """What runs, without its arguments."""
+        return [sys.executable, "-P", "-m", "depthbatch.common.grammar_program"]
 
     def wait_ready(self) -> None:
         """Waits until the vocabulary has been read, up to START_S. Raises GrammarError."""

@@ -248,7 +248,7 @@ def test_a_panic_is_one_requests_trouble(
 def test_a_panic_of_the_engines_own_work_ends_the_process(
     frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
 ) -> None:
-    """Bug: the same where no request is to blame was caught by nobody: the process went on without its pump."""
+    """Where no request is to blame a panic is a failure like any other: nothing goes on without pump or receiver."""
 
     def panicking(*_: Any, **__: Any) -> Any:
         raise Panic("on purpose")

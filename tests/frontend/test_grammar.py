@@ -4,6 +4,7 @@ process whose end is nobody else's."""
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -247,6 +248,70 @@ def matchers_of(host: GrammarHost) -> list[int]:
     assert host._process is not None
     pid = host._process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+FAULTY = """
+import os, signal, sys, time
+from depthbatch.common import grammar_program
+class Faulty(grammar_program.Matcher):
+    def __init__(self, tokenizer, grammar):
+        super().__init__(tokenizer, "regex:[0-9]{3}")
+        self.fault = grammar
+        if grammar.startswith("compile "):
+            self.fail()
+    def consume(self, tokens):
+        super().consume(tokens)
+        self.fail()
+    def fail(self):
+        kind, kept = self.fault.split()[1], []
+        if kind == "panics":
+            raise BaseException("a panic")
+        if kind == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        spent = time.process_time()
+        while kind != "works" or time.process_time() < spent + 0.1:
+            if kind == "fills":
+                kept.append(bytearray(1 << 20))
+grammar_program.Matcher = Faulty
+grammar_program.COMPILE_CPU_S = grammar_program.STEP_CPU_S = 60.0 if {fill} else 0.2
+grammar_program.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("when", ["compile", "step"])
+@pytest.mark.parametrize("fault", ["spins", "fills", "crashes", "panics"])
+def test_a_matchers_fault_is_contained(monkeypatch: pytest.MonkeyPatch, fault: str, when: str) -> None:
+    """Each limit by itself, at each of the two moments when there are any: a loop without end is ended by its CPU time,
+    memory by its own limit, long before the owner's deadline; a crash and a panic are noticed at once. Another matcher
+    of the same host, made before, goes on."""
+    code = FAULTY.replace("{fill}", str(fault == "fills"))
+    monkeypatch.setattr(GrammarHost, "program", staticmethod(lambda: [sys.executable, "-c", code]))
+    host = GrammarHost(*demo_host_arguments())
+    host.wait_ready()
+    other = host.matcher("never never")
+    deadline = time.monotonic() + 50
+    matcher = host.matcher(f"{when} {fault}")
+    with pytest.raises(GrammarError, match="CPU time or 128 MiB, or crashed"):
+        matcher.mask(deadline)
+        matcher.tell([20])
+        matcher.mask(deadline)
+    assert other.mask(deadline) is not None
+    host.close()
+
+
+def test_limits_of_cpu_time_are_each_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text takes more than one step's time in all: three steps of 0.1 s where a step has 0.2 s."""
+    code = FAULTY.replace("{fill}", "False")
+    monkeypatch.setattr(GrammarHost, "program", staticmethod(lambda: [sys.executable, "-c", code]))
+    host = GrammarHost(*demo_host_arguments())
+    host.wait_ready()
+    matcher = host.matcher("compile works")
+    deadline = time.monotonic() + 50
+    for token in (20, 20, 20):
+        assert matcher.mask(deadline) is not None
+        matcher.tell([token])
+    assert matcher.mask(deadline) is None  # three digits are all
+    host.close()
 
 
 def demo_host_arguments() -> tuple[Any, int, tuple[int, ...]]:
