@@ -18,7 +18,7 @@ import numpy as np
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import ASYNC_MODES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import Stage
+from depthbatch.common.frames import Stage, split_prefill_frame
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo, StageResult
 from depthbatch.scheduler.config import SchedulerConfig
@@ -121,7 +121,8 @@ def blank_result(stage: ScheduledStage, start_s: float, end_s: float) -> StageRe
     if header.stage == Stage.CODA:
         sampled = header.rows
     elif header.stage == Stage.PREFILL:
-        sampled = int(stage.frame[3 * header.rows : 4 * header.rows].sum())
+        chunks = split_prefill_frame(stage.frame, header.rows, header.n_tokens, header.n_updates)
+        sampled = int(chunks.sample.sum())
     return StageResult(header.step_id, start_s, end_s, token_ids=bytes(4 * sampled))
 
 

@@ -94,12 +94,37 @@ def slot_param_words(rows: SlotParamRows) -> Int32Array:
 MAX_ADJUSTMENTS = 1024  # entries of a slot's adjustment table: logit_bias, and stop tokens while min_tokens holds
 MAX_LOGPROBS = 20  # likeliest tokens a logprob comes with
 ADJUSTMENT_FIELDS, TARGET_FIELDS, FORCED_TOKEN_FIELDS = 4, 2, 2
+UPDATE_FIELDS = 3
 MAX_DEPTH = 255  # depths travel as uint8
 
 
 def logprob_fields(max_logprobs: int) -> int:
     """Columns of a row of logprobs with ``max_logprobs`` likeliest tokens."""
     return 1 + 2 * max_logprobs
+
+
+class PrefillSlices(NamedTuple):
+    """Where the parts of a prefill frame lie. Arrays and tensors are cut alike; updates are flat."""
+
+    slots: slice
+    starts: slice
+    lengths: slice
+    sample: slice
+    token_ids: slice
+    updates: slice
+
+
+def prefill_words(n_seqs: int, n_tokens: int, n_updates: int) -> int:
+    """int32 of a prefill frame."""
+    return 4 * n_seqs + n_tokens + UPDATE_FIELDS * n_updates
+
+
+def prefill_slices(n_seqs: int, n_tokens: int, n_updates: int) -> PrefillSlices:
+    """The parts of a frame with these counts."""
+    slots, starts, lengths, sample = (slice(n_seqs * part, n_seqs * (part + 1)) for part in range(4))
+    tokens_end = 4 * n_seqs + n_tokens
+    updates = slice(tokens_end, prefill_words(n_seqs, n_tokens, n_updates))
+    return PrefillSlices(slots, starts, lengths, sample, slice(4 * n_seqs, tokens_end), updates)
 
 
 class PrefillFrame(NamedTuple):
@@ -112,16 +137,25 @@ class PrefillFrame(NamedTuple):
     token_ids: Int32Array  # [n_tokens]
     updates: Int32Array  # [n_updates, 3]
 
+    @property
+    def sampled(self) -> Int32Array:
+        """[n] indices of the sequences with sample = 1."""
+        return np.flatnonzero(self.sample).astype(np.int32)
+
 
 def split_prefill_frame(frame: Int32Array, n_seqs: int, n_tokens: int, n_updates: int) -> PrefillFrame:
-    """Cuts a prefill frame into its parts without copying.
+    """Cuts a flat prefill frame into its parts without copying.
 
     Raises ValueError when the frame's size is not that of the counts.
     """
-    if frame.size != 4 * n_seqs + n_tokens + 3 * n_updates:
+    if frame.size != prefill_words(n_seqs, n_tokens, n_updates):
         raise ValueError(f"prefill frame has {frame.size} int32, not 4*{n_seqs} + {n_tokens} + 3*{n_updates}")
-    heads = frame[: 4 * n_seqs].reshape(4, n_seqs)
-    tokens_end = 4 * n_seqs + n_tokens
+    at = prefill_slices(n_seqs, n_tokens, n_updates)
     return PrefillFrame(
-        heads[0], heads[1], heads[2], heads[3], frame[4 * n_seqs : tokens_end], frame[tokens_end:].reshape(n_updates, 3)
+        frame[at.slots],
+        frame[at.starts],
+        frame[at.lengths],
+        frame[at.sample],
+        frame[at.token_ids],
+        frame[at.updates].reshape(n_updates, UPDATE_FIELDS),
     )

@@ -15,7 +15,7 @@ from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
-from depthbatch.common.messages import EngineInfo
+from depthbatch.common.messages import PLAIN, EngineInfo, Variant
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
@@ -23,13 +23,11 @@ from depthbatch.worker.device import KVPlan, KVRequest, free_memory, plan_kv, re
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CudaAccelerator
-from depthbatch.worker.runner.buckets import bucket_sizes, uncaptured_sizes
-from depthbatch.worker.runner.buffers import DecodeBuffers
-from depthbatch.worker.runner.checks import StageLimits
 from depthbatch.worker.runner.overlapped import OverlappedRunner
-from depthbatch.worker.runner.plain import Runner
-from depthbatch.worker.runner.prefill_input import PrefillInput
-from depthbatch.worker.runner.stages import Sampler, Stages
+from depthbatch.worker.runner.plain import PlainRunner
+from depthbatch.worker.runner.stage_input import StageLimits, bucket_sizes, uncaptured_sizes
+from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
+from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.sampling.grammar_matchers import load_grammars
 from depthbatch.worker.sampling.logprobs import num_likeliest
 from depthbatch.worker.slots import SlotState
@@ -41,7 +39,7 @@ log = get_logger("worker")
 class BuiltRunner(NamedTuple):
     """A runner and what it is."""
 
-    runner: Runner
+    runner: PlainRunner | OverlappedRunner
     info: EngineInfo
 
 
@@ -99,7 +97,7 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
         tokens = config.max_num_batched_tokens
         runner = OverlappedRunner(stages, limits, CudaAccelerator(device), tokens, grammars)
         return BuiltRunner(runner, info)
-    return BuiltRunner(Runner(stages, limits, device, grammars), info)
+    return BuiltRunner(PlainRunner(stages, limits, device, grammars), info)
 
 
 def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:
@@ -186,16 +184,16 @@ def warm_up(stages: Stages, device: torch.device, name: str) -> None:
 
     Raises ModelError when the model's logits or gate are not finite.
     """
-    greedy = Sampler(sample=False, filtered=False)
     buffers = DecodeBuffers(1, device)
     spec = stages.model.spec
     with torch.inference_mode():
-        stages.prefill(PrefillInput.dummy(WARM_UP_TOKENS, device), greedy)
+        stages.prefill(PrefillInput.dummy(WARM_UP_TOKENS, device), PLAIN)
         buffers.fill(np.array([0, WARM_UP_TOKENS, 0], np.int32))
         stages.prelude(buffers)
         buffers.fill(np.array([0, WARM_UP_TOKENS, 1], np.int32))
-        stages.core(buffers, gates=any(gate.decides_on_device for gate in spec.gates))
-        stages.coda(buffers, greedy)
+        gated = any(gate.decides_on_device for gate in spec.gates)
+        stages.core(buffers, Variant.GATES if gated else PLAIN)
+        stages.coda(buffers, PLAIN)
         item = stages.slots.gather_item(buffers.slots.long())
         hidden = stages.model.coda(item, buffers.positions, stages.attention(buffers))
         finite = stages.model.logits(hidden).isfinite().all() & stages.slots.cumulated[0].isfinite()

@@ -11,7 +11,7 @@ import signal
 import time
 from collections import deque
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import zmq
@@ -26,14 +26,13 @@ from depthbatch.common.messages import (
     Fatal,
     Shutdown,
     StageBatch,
-    StageResult,
     WorkerCommand,
     WorkerHeartbeat,
     WorkerReady,
 )
 from depthbatch.common.transport import WORKER_ENDPOINT, Dealer, Received, endpoint
-from depthbatch.worker.runner.checks import StageError
-from depthbatch.worker.runner.stage_io import InFlight, StageDone, StageRunner
+from depthbatch.worker.runner.stage_input import StageError
+from depthbatch.worker.runner.stage_io import LaunchedStage, StageRunner
 
 HEARTBEAT_S = 0.5
 SPIN_S = 100e-6  # the kernel may wake us this late; the rest of a wait is spun
@@ -90,20 +89,13 @@ class IdleClock:
         self.steps += 1
 
 
-class Launched(NamedTuple):
-    """A stage on the device, and how to book the wait before it."""
-
-    stage: InFlight
-    after_no_work: bool
-
-
 class WorkerLoop:
     """Receive, launch, read, send. Stages run in the order they arrive, results leave in that order."""
 
     def __init__(self, link: WorkerLink, runner: StageRunner) -> None:
         self._link = link
         self._runner = runner
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[LaunchedStage] = deque()
         self._clock = IdleClock()
         self._next_heartbeat_s = 0.0
 
@@ -126,24 +118,24 @@ class WorkerLoop:
     def _wake_s(self) -> float:
         """When there is something to do even if nothing arrives."""
         if self._in_flight:
-            return min(self._in_flight[0].stage.ready_s, self._next_heartbeat_s)
+            return min(self._in_flight[0].ready_s, self._next_heartbeat_s)
         return self._next_heartbeat_s
 
     def _launch(self, received: Received) -> None:
         header = received.message
         assert isinstance(header, StageBatch)
         frame, slot_params = _frames(header, received.frames)
-        self._in_flight.append(Launched(self._runner.launch(header, frame, slot_params), header.after_no_work))
+        self._in_flight.append(self._runner.launch(header, frame, slot_params))
 
     def _send_finished(self) -> None:
-        while self._in_flight and self._runner.finished(self._in_flight[0].stage):
+        while self._in_flight and self._runner.finished(self._in_flight[0]):
             self._send_oldest()
 
     def _send_oldest(self) -> None:
         launched = self._in_flight.popleft()
-        done = self._runner.read(launched.stage)
-        self._link.send(result_of(done))
-        self._clock.book(done.start_s, done.end_s, launched.after_no_work)
+        result = self._runner.read(launched)
+        self._link.send(result)
+        self._clock.book(result.start_s, result.end_s, launched.header.after_no_work)
 
     def _heartbeat(self) -> None:
         now_s = time.monotonic()
@@ -166,29 +158,7 @@ def _frames(header: StageBatch, frames: list[bytes]) -> tuple[Int32Array, Int32A
     return arrays[0], arrays[1] if header.n_slot_params else None
 
 
-def result_of(done: StageDone) -> StageResult:
-    """What the scheduler gets of a finished stage."""
-    output = done.output
-    return StageResult(
-        done.step_id,
-        done.start_s,
-        done.end_s,
-        output.token_ids.tobytes(),
-        output.flags.tobytes(),
-        output.scores.tobytes(),
-        output.prompt_scores.tobytes(),
-        done.failed,
-    )
-
-
-class Built(NamedTuple):
-    """A device ready to run."""
-
-    runner: StageRunner
-    info: EngineInfo
-
-
-def build(config: EngineConfig) -> Built:
+def build(config: EngineConfig) -> tuple[StageRunner, EngineInfo]:
     """The device the configuration asks for. torch is imported only where it is needed."""
     from depthbatch.worker import simulated
 
@@ -196,11 +166,10 @@ def build(config: EngineConfig) -> Built:
         profile = simulated.find_profile(config.device.removeprefix(simulated.PREFIX))
         info = simulated.simulated_info(config, profile)
         simulated.sharpen_timers()
-        return Built(simulated.SimulatedRunner(profile, info, config.max_num_seqs), info)
+        return simulated.SimulatedRunner(profile, info, config.max_num_seqs), info
     from depthbatch.worker.build import build_runner
 
-    built = build_runner(config)
-    return Built(built.runner, built.info)
+    return build_runner(config)
 
 
 def run_worker(run_dir: str, config_json: str) -> int:
@@ -209,10 +178,10 @@ def run_worker(run_dir: str, config_json: str) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = WorkerLink(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerCommand)
     try:
-        built = build(EngineConfig.from_json(config_json))
-        link.send(WorkerReady(os.getpid(), built.info, WIRE_VERSION))
-        log.info("ready: %s on %s", built.info.model, built.info.device)
-        WorkerLoop(link, built.runner).run()
+        runner, info = build(EngineConfig.from_json(config_json))
+        link.send(WorkerReady(os.getpid(), info, WIRE_VERSION))
+        log.info("ready: %s on %s", info.model, info.device)
+        WorkerLoop(link, runner).run()
         return 0
     except DecodeError as error:
         return _fail(link, str(error), user_error=False)

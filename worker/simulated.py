@@ -16,22 +16,16 @@ import numpy.typing as npt
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import (
-    ROW_FIELDS,
-    ROW_POSITION,
-    ROW_SLOT,
     Int32Array,
     SlotParamRows,
     Stage,
-    slot_param_rows,
-    split_prefill_frame,
 )
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.common.messages import EngineInfo, StageBatch, Variant
+from depthbatch.common.messages import EngineInfo, StageBatch, StageResult, Variant
 from depthbatch.worker.device_profile import DeviceProfile, read_profile
-from depthbatch.worker.runner.buckets import bucket_sizes
-from depthbatch.worker.runner.checks import StageLimits, check_stage
-from depthbatch.worker.runner.stage_io import NO_FLAGS, NO_TOKENS, InFlight, StageDone, StageOutput
+from depthbatch.worker.runner.stage_input import StageInput, StageLimits, bucket_sizes, parse_stage
+from depthbatch.worker.runner.stage_io import NO_FLAGS, NO_OUTPUT, NO_TOKENS, LaunchedStage, StageOutput
 
 PREFIX = "simulated:"
 SHIPPED_PROFILES = Path(__file__).resolve().parent / "profiles"
@@ -105,50 +99,44 @@ class SimulatedRunner:
         self._end_s = 0.0  # of the last stage launched
         self._seeds = np.zeros(max_num_seqs + 1, np.uint64)
 
-    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> InFlight:
+    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> LaunchedStage:
         arrived_s = time.monotonic()
-        check_stage(header, frame, slot_params, self.limits)
-        if slot_params is not None:
-            self._set_params(slot_param_rows(slot_params))
+        stage = parse_stage(header, frame, slot_params, self.limits)
+        self._set_params(stage.slot_params)
         start_s = max(arrived_s, self._end_s)
-        self._end_s = start_s + self._seconds(header, frame)
-        return InFlight(header.step_id, start_s, self._end_s, self._output(header, frame))
+        self._end_s = start_s + self._seconds(stage)
+        return LaunchedStage(header, start_s, self._end_s, self._output(stage))
 
-    def finished(self, stage: InFlight) -> bool:
+    def finished(self, stage: LaunchedStage) -> bool:
         return stage.ready_s <= time.monotonic()
 
-    def read(self, stage: InFlight) -> StageDone:
+    def read(self, stage: LaunchedStage) -> StageResult:
         now_s = time.monotonic()
         if now_s < stage.ready_s:
             time.sleep(stage.ready_s - now_s)
             now_s = time.monotonic()
         self.lateness_s.append(now_s - stage.ready_s)
-        return StageDone(stage.step_id, stage.start_s, stage.ready_s, stage.output)
+        return stage.output.result(stage.header.step_id, stage.start_s, stage.ready_s)
 
     def _set_params(self, rows: SlotParamRows) -> None:
         low = rows["seed_low"].view(np.uint32).astype(np.uint64)
         high = rows["seed_high"].view(np.uint32).astype(np.uint64)
         self._seeds[rows["slot"]] = low | high << np.uint64(32)
 
-    def _seconds(self, header: StageBatch, frame: Int32Array) -> float:
-        stage = Stage(header.stage)
+    def _seconds(self, stage: StageInput) -> float:
         context = 0
-        if stage is Stage.CORE:
-            positions = frame.reshape(ROW_FIELDS, header.bucket)[ROW_POSITION, : header.rows]
-            context = int(positions.sum(dtype=np.int64)) + header.rows
-        return self._profile.stage_seconds(stage, header.rows, context, header.n_tokens)
+        if stage.stage is Stage.CORE:
+            context = int(stage.positions.sum(dtype=np.int64)) + stage.rows
+        n_tokens = 0 if stage.chunks is None else stage.chunks.token_ids.size
+        return self._profile.stage_seconds(stage.stage, stage.rows, context, n_tokens)
 
-    def _output(self, header: StageBatch, frame: Int32Array) -> StageOutput:
-        if header.stage == Stage.CORE and header.variant & Variant.GATES:
-            return StageOutput(NO_TOKENS, np.zeros(header.rows, np.uint8))
-        if header.stage == Stage.CODA:
-            rows = frame.reshape(ROW_FIELDS, header.bucket)[:, : header.rows]
-            return StageOutput(self._tokens(rows[ROW_SLOT], rows[ROW_POSITION] + 1), NO_FLAGS)
-        if header.stage == Stage.PREFILL:
-            parts = split_prefill_frame(frame, header.rows, header.n_tokens, header.n_updates)
-            ends = parts.sample == 1
-            return StageOutput(self._tokens(parts.slots[ends], (parts.starts + parts.lengths)[ends]), NO_FLAGS)
-        return StageOutput(NO_TOKENS, NO_FLAGS)
+    def _output(self, stage: StageInput) -> StageOutput:
+        if stage.stage is Stage.CORE and Variant.GATES in stage.variant:
+            return StageOutput(NO_TOKENS, np.zeros(stage.rows, np.uint8))
+        if not stage.given.size:
+            return NO_OUTPUT
+        ends = stage.positions if stage.chunks is None else stage.positions[stage.chunks.sampled]
+        return StageOutput(self._tokens(stage.given, ends + 1), NO_FLAGS)
 
     def _tokens(self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Int32Array:
         """Tokens of (seed, position): the splitmix64 finaliser, modulo the vocabulary."""

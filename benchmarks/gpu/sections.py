@@ -18,26 +18,23 @@ import torch
 
 from depthbatch.benchmarks.flops import count_flops, stage_flops
 from depthbatch.benchmarks.gpu.host_accelerator import HostAccelerator
-from depthbatch.benchmarks.gpu.shapes import Shape, shapes, workload_of, write_config
+from depthbatch.benchmarks.gpu.shapes import Shape, bucket_for, power_of_two_sizes, shapes, workload_of, write_config
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
-from depthbatch.common.messages import RequestParams, StageBatch, Submit, TokenEvent, Variant
+from depthbatch.common.messages import PLAIN, RequestParams, StageBatch, Submit, TokenEvent, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.attention.flash_library import find_flash_library
 from depthbatch.worker.attention.select import default_block_size
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.models.loader import load_model, open_model_dir
-from depthbatch.worker.process import result_of
-from depthbatch.worker.runner.buckets import bucket_for, bucket_sizes, power_of_two_sizes
-from depthbatch.worker.runner.overlapped import FULL, Form, OverlappedRunner
-from depthbatch.worker.runner.plain import Runner
-from depthbatch.worker.runner.prefill_input import PrefillInput
-from depthbatch.worker.runner.stage_io import InFlight
-from depthbatch.worker.runner.stages import PrefillAttention, Sampler
+from depthbatch.worker.runner.overlapped import FULL, SAMPLED, Form, OverlappedRunner
+from depthbatch.worker.runner.stage_input import bucket_sizes
+from depthbatch.worker.runner.stage_io import LaunchedStage, StageRunner
+from depthbatch.worker.runner.stage_tensors import PrefillInput, logprob_columns
+from depthbatch.worker.runner.stages import PrefillAttention
 
 Result = dict[str, Any]
-GREEDY = Sampler(False, False)
 ENGINES = (  # label, policy, async_scheduling
     ("cb", "cb", "lookahead"),
     ("refill", "refill", "lookahead"),
@@ -132,22 +129,21 @@ class Answer(NamedTuple):
     prompt_logprobs: list[float]
 
 
-def serve(scheduler: Scheduler, runner: Runner, submits: list[Submit]) -> dict[int, Answer]:
+def serve(scheduler: Scheduler, runner: StageRunner, submits: list[Submit]) -> dict[int, Answer]:
     """Launches whatever the scheduler allows ahead, reads when it allows no more."""
     answers = {submit.request_id: Answer([], [], []) for submit in submits}
     for submit in submits:
         rejected = scheduler.submit(submit)
         if rejected is not None:
             raise RuntimeError(rejected.reason)
-    in_flight: deque[InFlight] = deque()
+    in_flight: deque[LaunchedStage] = deque()
     while scheduler.num_unfinished:
         stage = scheduler.next_stage(time.monotonic())
         if stage is not None:
             in_flight.append(runner.launch(stage.header, stage.frame, stage.slot_params))
             continue
-        done = runner.read(in_flight.popleft())
-        for event in scheduler.complete(result_of(done), time.monotonic()):
-            _note(answers[event.request_id], event, runner.score_columns)
+        for event in scheduler.complete(runner.read(in_flight.popleft()), time.monotonic()):
+            _note(answers[event.request_id], event, logprob_columns(runner.limits))
     return answers
 
 
@@ -320,7 +316,7 @@ def core_steps(setup: Setup, shape: Shape, config: EngineConfig, built: BuiltRun
                 continue
             bucket = bucket_for(runner.limits.buckets, rows)
             place_rows(runner, Stage.CORE, bucket, rows, context)
-            took_ms = milliseconds(setup, runner._graphs[Form(Stage.CORE, gates=True), bucket])
+            took_ms = milliseconds(setup, runner._graphs[Form(Stage.CORE, Variant.GATES), bucket])
             bound_ms = (weights + rows * context * a_token) / bandwidth * 1e3
             result[f"B{rows}.L{context}"] = {"ms": took_ms, "bound_ms": bound_ms, "ratio": took_ms / bound_ms}
     return result
@@ -336,9 +332,9 @@ def boundary_stages(setup: Setup, shape: Shape, runner: OverlappedRunner) -> Res
         "prelude": Form(Stage.PRELUDE),
         "core": Form(Stage.CORE),
         "coda.greedy": Form(Stage.CODA),
-        "coda.sampled": Form(Stage.CODA, sampler=Sampler(True, False)),
-        "coda.filtered": Form(Stage.CODA, sampler=Sampler(True, True)),
-        "coda.full": Form(Stage.CODA, sampler=FULL),
+        "coda.sampled": Form(Stage.CODA, Variant.SAMPLE),
+        "coda.filtered": Form(Stage.CODA, SAMPLED),
+        "coda.full": Form(Stage.CODA, FULL),
     }
     place_rows(runner, Stage.CORE, bucket, rows, context)
     return {"rows": rows} | {name: milliseconds(setup, runner._graphs[form, bucket]) for name, form in forms.items()}
@@ -351,7 +347,7 @@ def compare_buckets(setup: Setup, shape: Shape, runner: OverlappedRunner) -> Res
     by_bucket = {}
     for bucket in runner.limits.buckets:
         place_rows(runner, Stage.CORE, bucket, bucket, context)
-        by_bucket[bucket] = milliseconds(setup, runner._graphs[Form(Stage.CORE, gates=True), bucket], repeats=8)
+        by_bucket[bucket] = milliseconds(setup, runner._graphs[Form(Stage.CORE, Variant.GATES), bucket], repeats=8)
     width = max(runner.limits.buckets)
     result: Result = {"ms": {str(bucket): took for bucket, took in by_bucket.items()}}
     for name, sizes in (("steps_of_8", bucket_sizes(width)), ("powers_of_two", power_of_two_sizes(width))):
@@ -368,7 +364,7 @@ def launches(setup: Setup, shape: Shape, runner: OverlappedRunner, count: int = 
     place_rows(runner, Stage.CORE, bucket, rows, context)
     frame = runner._buffers[Stage.CORE, bucket].frame.cpu().numpy().copy()
     count = 6 if setup.dry_run else count
-    host_s, done, in_flight = [], [], deque[InFlight]()
+    host_s, done, in_flight = [], [], deque[LaunchedStage]()
     for index in range(count):
         header = StageBatch(index, Stage.CORE, bucket, rows, variant=Variant.GATES)
         start_s = time.perf_counter()
@@ -398,7 +394,7 @@ def prefills(setup: Setup, shape: Shape, runner: OverlappedRunner) -> Result:
                 synchronize(setup)
                 start_s = time.perf_counter()
                 with torch.inference_mode():
-                    runner.stages.prefill(chunks, GREEDY, context)
+                    runner.stages.prefill(chunks, PLAIN, context)
                 synchronize(setup)
                 took.append((time.perf_counter() - start_s) * 1e3)
             times[name] = float(np.median(took))

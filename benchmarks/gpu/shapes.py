@@ -4,6 +4,7 @@ Real shapes are the published ones of Ouro-1.4B and Huginn-3.5B (models.md); the
 """
 
 import json
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,3 +125,13 @@ def workload_of(shape: Shape, seed: int = 0) -> Workload:
         depths = rng.choice(len(shape.depths), output - 1, p=shape.depths) + 1
         requests.append(WorkloadRequest(prompt, output, exit_depths=tuple(int(depth) for depth in depths)))
     return Workload(tuple(requests))
+
+
+def power_of_two_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, ... and ``max_rows``: the paper's buckets, to compare with."""
+    return (*(1 << e for e in range(max_rows.bit_length()) if 1 << e < max_rows), max_rows)
+
+
+def bucket_for(buckets: tuple[int, ...], rows: int) -> int:
+    """The smallest bucket that holds ``rows``."""
+    return buckets[bisect_left(buckets, rows)]

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields
+from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields, split_prefill_frame
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import PLAIN, Variant
 from depthbatch.worker.attention import paged, triton_decode
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry
@@ -26,11 +26,10 @@ from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.layers.linear import BlockedProduct, PackedProduct
 from depthbatch.worker.models.loader import load_model
-from depthbatch.worker.runner.buffers import DecodeBuffers
-from depthbatch.worker.runner.overlapped import OverlappedRunner, forms_of
+from depthbatch.worker.runner.overlapped import FULL, forms_of
 from depthbatch.worker.runner.prefill_graphs import PiecewisePrefill
-from depthbatch.worker.runner.prefill_input import PrefillInput
-from depthbatch.worker.runner.stages import PrefillAttention, Sampler, Stages
+from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
+from depthbatch.worker.runner.stages import PrefillAttention, Stages
 from depthbatch.worker.slots import SlotState
 from fakes import triton_twin
 from fakes.fake_cuda import fake_cuda
@@ -41,6 +40,8 @@ FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 BUCKET = 8
 # Two sequences: a chunk behind a cached prefix, and a whole prompt; both end their prompts.
 FRAME = np.array([1, 2, 16, 0, 3, 2, 1, 1, *range(5), 1, 0, 3, 2, 1, 4], np.int32)
+HOST = split_prefill_frame(FRAME, 2, 5, 2)
+EVERYTHING = FULL | Variant.CONSTRAIN
 
 
 def triton_with_twin(geometry: CacheGeometry) -> AttentionBackend:
@@ -124,27 +125,25 @@ def test_every_form_runs_on_fake_cuda_tensors(
         on_device, sampled, targets = (
             torch.empty(shape, dtype=torch.int32, device=CUDA) for shape in (FRAME.size, 2, (4, 2))
         )
-        chunks = PrefillInput.from_frame(FRAME, on_device, sampled, n_tokens=5, n_updates=2, targets=targets)
+        chunks = PrefillInput.from_frame(HOST, on_device, sampled, targets)
         geometry, width = stages.backend.geometry, stages.model.spec.hidden_size
 
         def trial(context: Any) -> object:
-            return stages.prefill(PrefillInput.dummy(1, CUDA), Sampler(False, False), context)
+            return stages.prefill(PrefillInput.dummy(1, CUDA), PLAIN, context)
 
         pieces = PiecewisePrefill(trial, geometry, width, 8, lambda work: work() or work)
-        done = stages.prefill(chunks, Sampler(True, True, True, True, True), pieces.context)
-        assert on_cuda(done.sampled.tokens, done.sampled.scores, done.prompt_scores)
-        assert done.sampled.tokens.shape == (2,) and done.prompt_scores.shape == (4, columns)
-        depths, known = (torch.empty(shape, dtype=torch.int32, device=CUDA) for shape in (5, (2, 2)))
-        rebuilt = PrefillInput.from_frame(FRAME, on_device, sampled[:0], n_tokens=5, n_updates=2)
-        rebuilt = rebuilt.with_rare({"depths": depths, "known": known})
+        done = stages.prefill(chunks, EVERYTHING, pieces.context)
+        assert on_cuda(done.sampled.tokens, done.sampled.logprobs, done.prompt_logprobs)
+        assert done.sampled.tokens.shape == (2,) and done.prompt_logprobs.shape == (4, columns)
+        depths, forced = (torch.empty(shape, dtype=torch.int32, device=CUDA) for shape in (5, (2, 2)))
+        rebuilt = PrefillInput.from_frame(HOST, on_device, sampled[:0], depths=depths, forced=forced)
         for context in (pieces.context, PrefillAttention):
-            done = stages.prefill(rebuilt, Sampler(True, True, True, True, True), context)
+            done = stages.prefill(rebuilt, EVERYTHING, context)
             assert on_cuda(done.sampled.tokens) and done.sampled.tokens.shape == (0,)
-        stages.replace_tokens(known)
+        stages.force_tokens(forced)
         buffers = DecodeBuffers(BUCKET, CUDA, columns)
-        runner = SimpleNamespace(stages=stages)
         for form in forms_of(stages.model.spec):
-            OverlappedRunner._run_form(runner, form, buffers)  # type: ignore[arg-type]
+            stages.decode(form.stage, buffers, form.variant)
         assert on_cuda(*buffers.tensors(), *stages.slots.tensors())
 
 

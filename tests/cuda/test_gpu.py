@@ -12,6 +12,7 @@ import torch
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import PLAIN
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.attention.flash_library import find_flash_library
@@ -23,10 +24,9 @@ from depthbatch.worker.layers import ops_triton
 from depthbatch.worker.layers.ops import small_ops
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CudaAccelerator, Lane
-from depthbatch.worker.runner.buffers import DecodeBuffers
 from depthbatch.worker.runner.overlapped import OverlappedRunner
-from depthbatch.worker.runner.prefill_input import PrefillInput
-from depthbatch.worker.runner.stages import PrefillAttention, Sampler
+from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
+from depthbatch.worker.runner.stages import PrefillAttention
 from fakes.overlapped_serving import configure, requests, serve
 from fakes.paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 from fakes.small_op_cases import cases
@@ -66,7 +66,7 @@ def test_pieces_equal_eager() -> None:
             assert isinstance(runner, OverlappedRunner)
             context = runner._pieces.context if pieced else PrefillAttention
             with torch.inference_mode():
-                done = runner.stages.prefill(PrefillInput.dummy(tokens, CUDA), Sampler(False, False), context)
+                done = runner.stages.prefill(PrefillInput.dummy(tokens, CUDA), PLAIN, context)
             backend = runner.stages.backend
             assert isinstance(backend, TritonAttention)
             results.append((done.sampled.tokens, *(cache[0, : min(tokens, 16)] for cache in backend.k_cache)))

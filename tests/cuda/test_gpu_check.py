@@ -14,7 +14,8 @@ from depthbatch.benchmarks.gpu import check as gpu_check
 from depthbatch.benchmarks.gpu import sections as gpu_sections
 from depthbatch.benchmarks.gpu.check import Report, Section, check
 from depthbatch.benchmarks.gpu.sections import Setup
-from depthbatch.worker.runner.buckets import bucket_sizes, power_of_two_sizes
+from depthbatch.benchmarks.gpu.shapes import power_of_two_sizes
+from depthbatch.worker.runner.stage_input import bucket_sizes
 
 ROOT = Path(__file__).parent.parent.parent
 

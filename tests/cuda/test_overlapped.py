@@ -16,8 +16,7 @@ from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.build import assemble
 from depthbatch.worker.device import resolve_device
 from depthbatch.worker.models.loader import load_model
-from depthbatch.worker.runner.accelerator import Lane
-from depthbatch.worker.runner.completions import CompletionWatch
+from depthbatch.worker.runner.accelerator import CompletionWatch, Lane
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from fakes.adverse_accelerator import AdverseAccelerator
 from fakes.overlapped_serving import configure, requests, serve
@@ -60,7 +59,7 @@ def test_overlapped_equals_plain(model: str, layout: str, gate: Gate, seed: int)
 )
 def test_rebuilt_sequences_equal_undisturbed_ones(model: str, layout: str, gate: Gate, seed: int) -> None:
     """Everything in flight is given up three times, while lanes are adversely interleaved: prefills at every token's own
-    depth, and known tokens put in place of sampled ones, must take their turn among captured stages. Tokens, depths and
+    depth, and forced tokens put in place of sampled ones, must take their turn among captured stages. Tokens, depths and
     scores are those of the plain runner that nothing disturbs."""
     device = resolve_device("cpu")
     plain_config, config = (
@@ -81,7 +80,7 @@ def test_rebuilt_sequences_equal_undisturbed_ones(model: str, layout: str, gate:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_known_token_takes_the_place_of_the_sampled_one(overlaps: bool) -> None:
+def test_a_forced_token_takes_the_place_of_the_sampled_one(overlaps: bool) -> None:
     """A row that decodes again is fed what its client has seen, and its penalties count that, even where rounding has
     made it sample another token; which no run here shows, since all of them round alike. Row 2 keeps its own."""
     device = resolve_device("cpu")

@@ -13,6 +13,7 @@ import torch
 
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import PLAIN
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.attention import triton_decode
@@ -24,14 +25,12 @@ from depthbatch.worker.layers.cpu.library import MODE_VARIABLE, cpu_kernels
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from depthbatch.worker.runner.prefill_graphs import TOKEN_COUNTS, PiecewisePrefill, token_counts
-from depthbatch.worker.runner.prefill_input import PrefillInput
-from depthbatch.worker.runner.stages import Sampler
+from depthbatch.worker.runner.stage_tensors import PrefillInput
 from depthbatch.worker.sampling import sampler as sampling
 from fakes import triton_twin
 from fakes.overlapped_serving import configure, requests, serve
 from fakes.tape_accelerator import TapeAccelerator
 
-GREEDY = Sampler(False, False)
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 
 
@@ -72,14 +71,14 @@ def prompts(lengths: tuple[int, ...], starts: tuple[int, ...], seed: int) -> Pre
     ]
     frame = [*slots, *starts, *lengths, *[1] * len(lengths), *rng.integers(0, 290, sum(lengths))]
     frame += [value for block in blocks for value in block]
-    return PrefillInput.upload(np.array(frame, np.int32), sum(lengths), len(blocks), torch.device("cpu"))
+    return PrefillInput.upload(np.array(frame, np.int32), len(lengths), sum(lengths), len(blocks), torch.device("cpu"))
 
 
 def pieces_of(made: BuiltRunner, max_tokens: int, accelerator: TapeAccelerator) -> PiecewisePrefill:
     stages = made.runner.stages
 
     def trial(context: object) -> object:
-        return stages.prefill(PrefillInput.dummy(1, torch.device("cpu")), GREEDY, context)  # type: ignore[arg-type]
+        return stages.prefill(PrefillInput.dummy(1, torch.device("cpu")), PLAIN, context)  # type: ignore[arg-type]
 
     width = stages.model.spec.hidden_size
     with torch.inference_mode():
@@ -127,8 +126,8 @@ def test_pieces_equal_eager(model: str, layout: KVLayout) -> None:
         with torch.inference_mode():
             pieces._buffers.x.fill_(torch.nan)
             pieces._buffers.attended.fill_(torch.nan)
-            want = eager.runner.stages.prefill(chunks, GREEDY)
-            got = stages.prefill(chunks, GREEDY, pieces.context)
+            want = eager.runner.stages.prefill(chunks, PLAIN)
+            got = stages.prefill(chunks, PLAIN, pieces.context)
         assert replays - before == runs * a_prefill
         assert torch.equal(got.sampled.tokens, want.sampled.tokens)
         for mine, theirs in zip(caches(pieced), caches(eager), strict=True):
@@ -147,14 +146,12 @@ def test_pieces_take_every_token_to_its_own_depth(model: str) -> None:
     for lengths, starts in (((3, 40), (0, 0)), ((20, 7), (3, 40))):
         chunks = prompts(lengths, starts, sum(lengths))
         depths = np.random.default_rng(5).integers(1, r_max + 1, sum(lengths)).astype(np.int32)
-        known = torch.tensor([[1, 7], [2, 9]], dtype=torch.int32)
-        rebuilt = chunks._replace(sampled=chunks.sampled[:0]).with_rare(
-            {"depths": torch.tensor(depths), "known": known}
-        )
+        forced = torch.tensor([[1, 7], [2, 9]], dtype=torch.int32)
+        rebuilt = chunks._replace(sampled=chunks.sampled[:0], depths=torch.tensor(depths), forced=forced)
         with torch.inference_mode():
-            eager.runner.stages.prefill(rebuilt, GREEDY)
-            pieced.runner.stages.prefill(rebuilt, GREEDY, pieces.context)
-            full.runner.stages.prefill(chunks, GREEDY)
+            eager.runner.stages.prefill(rebuilt, PLAIN)
+            pieced.runner.stages.prefill(rebuilt, PLAIN, pieces.context)
+            full.runner.stages.prefill(chunks, PLAIN)
         assert pieced.runner.stages.slots.token[1:3].tolist() == [7, 9]
         planes = 2 * eager.runner.stages.backend.geometry.planes
         for first, mine, theirs in zip(planes, caches(pieced), caches(eager), strict=True):

@@ -21,7 +21,7 @@ from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN, StageBatch, Variant
-from depthbatch.worker.runner.plain import Runner
+from depthbatch.worker.runner.plain import PlainRunner
 from reference.oracle import HUGINN, OURO
 
 HOST_READS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default", "aten.equal.default"}
@@ -51,7 +51,7 @@ def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
         yield StageBatch(position * 10 + stage, stage, BUCKET, ROWS, variant=variant[stage]), frame
 
 
-def prepared(model: Path, layout: KVLayout) -> Runner:
+def prepared(model: Path, layout: KVLayout) -> PlainRunner:
     """A runner with three short sequences and with parameters that ask for every filter and gate."""
     runner = engine(model, layout).built.runner
     params = np.zeros(ROWS, SLOT_PARAMS)

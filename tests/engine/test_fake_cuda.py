@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields
+from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields, split_prefill_frame
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import PLAIN, Variant
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.models.loader import load_model
-from depthbatch.worker.runner.buffers import DecodeBuffers
-from depthbatch.worker.runner.overlapped import FULL
-from depthbatch.worker.runner.prefill_input import PrefillInput
-from depthbatch.worker.runner.stages import Sampler, Stages
+from depthbatch.worker.runner.overlapped import FULL, SAMPLED
+from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
+from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.slots import SlotState
 from fakes.fake_cuda import fake_cuda
 from reference.oracle import HUGINN, OURO
@@ -50,25 +50,25 @@ def fake_stages(model_dir: Path, layout: KVLayout) -> Stages:
 @pytest.mark.parametrize("model_dir", MODELS)
 def test_every_stage_runs_on_fake_cuda_tensors(model_dir: Path, layout: KVLayout) -> None:
     """All four stages with all variants; outputs stay on the device, with the static buffers' shapes."""
-    constrained = FULL._replace(constrained=True)
+    constrained = FULL | Variant.CONSTRAIN
     frame = np.array([1, 2, 0, 16, 3, 2, 1, 0, *range(5), 1, 0, 3, 2, 1, 4], np.int32)
     with fake_cuda(), torch.no_grad():
         stages = fake_stages(model_dir, layout)
         on_device = torch.empty(frame.size, dtype=torch.int32, device=CUDA)
         sampled = torch.empty(1, dtype=torch.int32, device=CUDA)
         targets = torch.empty(4, 2, dtype=torch.int32, device=CUDA)
-        chunks = PrefillInput.from_frame(frame, on_device, sampled, n_tokens=5, n_updates=2, targets=targets)
+        chunks = PrefillInput.from_frame(split_prefill_frame(frame, 2, 5, 2), on_device, sampled, targets)
         columns = logprob_fields(MAX_LOGPROBS)
-        for sampler in (Sampler(sample=True, filtered=True), Sampler(True, True, True, True, True)):
-            (tokens, scores), prompt_scores = stages.prefill(chunks, sampler)
-            assert tokens.device.type == scores.device.type == prompt_scores.device.type == "cuda"
-            assert tokens.shape == (1,) and prompt_scores.shape == (4, columns)
-        assert scores.shape == (1, columns)
+        for variant in (SAMPLED, constrained):
+            (tokens, logprobs), prompt_logprobs = stages.prefill(chunks, variant)
+            assert tokens.device.type == logprobs.device.type == prompt_logprobs.device.type == "cuda"
+            assert tokens.shape == (1,) and prompt_logprobs.shape == (4, columns)
+        assert logprobs.shape == (1, columns)
         buffers = DecodeBuffers(BUCKET, CUDA, columns)
         stages.prelude(buffers)
-        stages.core(buffers, gates=True)
-        for sampler in (Sampler(False, False), Sampler(True, False), Sampler(True, True), FULL, constrained):
-            stages.coda(buffers, sampler)
+        stages.core(buffers, Variant.GATES)
+        for variant in (PLAIN, Variant.SAMPLE, SAMPLED, FULL, constrained):
+            stages.coda(buffers, variant)
         assert all(tensor.device.type == "cuda" for tensor in buffers.tensors())
         assert all(tensor.device.type == "cuda" for tensor in stages.slots.tensors())
 

@@ -207,8 +207,7 @@ def test_a_new_worker_rebuilds_counts_and_scores_each_token_once(lost_after: int
         while scheduler.num_unfinished and (now or dispatched < lost_after):
             stage = scheduler.next_stage(float(now))
             if stage is not None:
-                output = worker.built.runner.run(stage.header, stage.frame, stage.slot_params)
-                results.append(StageResult(stage.header.step_id, 0.0, 1.0, *[part.tobytes() for part in output]))
+                results.append(worker.built.runner.run(stage.header, stage.frame, stage.slot_params))
                 dispatched += 1
                 continue
             for event in scheduler.complete(results.popleft(), float(now)):
@@ -240,8 +239,7 @@ def test_a_resubmitted_request_is_scored_from_where_it_was() -> None:
     while scheduler.num_unfinished:
         stage = scheduler.next_stage(0.0)
         assert stage is not None
-        output = running.built.runner.run(stage.header, stage.frame, stage.slot_params)
-        result = StageResult(stage.header.step_id, 0.0, 1.0, *[part.tobytes() for part in output])
+        result = running.built.runner.run(stage.header, stage.frame, stage.slot_params)
         for event in scheduler.complete(result, 0.0):
             tokens[event.request_id] += event.token_ids
             scores[event.request_id] += event.logprobs

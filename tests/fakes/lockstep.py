@@ -25,7 +25,6 @@ from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import resolve_device
 from depthbatch.worker.models.loader import load_model
-from depthbatch.worker.process import result_of
 
 MAX_STAGES = 20_000
 
@@ -158,12 +157,12 @@ class LockstepEngine:
 
     def _run(self, stage: ScheduledStage, now: float) -> Late:
         runner = self.built.runner
-        done = runner.read(runner.launch(stage.header, stage.frame, stage.slot_params))
+        result = runner.read(runner.launch(stage.header, stage.frame, stage.slot_params))
         loops = stage.frame[ROW_AUX, : stage.header.rows].tolist() if stage.header.stage == Stage.CORE else ()
         self.history.append(Ran(stage.header, tuple(loops)))
         if stage.header.stage == Stage.PREFILL and stage.header.extra is not None:
             self.rebuilt += len(stage.header.extra.forced_tokens) // 8
-        return Late(stage, structs.replace(result_of(done), start_s=now, end_s=now + 1))
+        return Late(stage, structs.replace(result, start_s=now, end_s=now + 1))
 
     def _deliver(self, scheduler: Scheduler, late: Late, now: float, answers: list[Answer]) -> None:
         events = scheduler.complete(late.result, now)

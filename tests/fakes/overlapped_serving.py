@@ -12,8 +12,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit, TokenEvent
 from depthbatch.scheduler.core import Scheduler
-from depthbatch.worker.process import result_of
-from depthbatch.worker.runner.stage_io import InFlight, StageRunner
+from depthbatch.worker.runner.stage_io import LaunchedStage, StageRunner
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 Answers = dict[int, tuple[list[int], list[int], list[float]]]  # tokens, depths, scores
@@ -67,7 +66,7 @@ def serve(
     answers: Answers = {submit.request_id: ([], [], []) for submit in submits}
     for submit in submits:
         assert scheduler.submit(submit) is None
-    in_flight: deque[InFlight] = deque()
+    in_flight: deque[LaunchedStage] = deque()
     deepest, now, launched = 0, 0.0, 0
     while scheduler.num_unfinished:
         now += 1.0
@@ -79,8 +78,7 @@ def serve(
             in_flight.append(runner.launch(stage.header, stage.frame, stage.slot_params))
             deepest, launched = max(deepest, len(in_flight)), launched + 1
             continue
-        done = runner.read(in_flight.popleft())
-        note(answers, scheduler.complete(result_of(done), now))
+        note(answers, scheduler.complete(runner.read(in_flight.popleft()), now))
     for stage_in_flight in in_flight:
         runner.read(stage_in_flight)
     return answers, deepest

@@ -8,7 +8,7 @@ import pytest
 
 from depthbatch.common.frames import MAX_ADJUSTMENTS, SLOT_PARAM_WORDS, Int32Array, Stage
 from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra
-from depthbatch.worker.runner.checks import StageError, StageLimits, check_stage
+from depthbatch.worker.runner.stage_input import StageError, StageLimits, parse_stage
 
 LIMITS = StageLimits(
     num_slots=4, num_blocks=10, max_blocks=3, max_positions=48, r_max=4, vocab_size=50, buckets=(1, 2, 4)
@@ -38,11 +38,11 @@ def test_good_stages_pass() -> None:
         decode(Stage.CORE, (1, 4, 2)),
         decode(Stage.CODA, (4, 1, 1)),
     ):
-        check_stage(header, frame, None, LIMITS)
+        parse_stage(header, frame, None, LIMITS)
     header, frame = decode(Stage.CORE, (1, 1, 1))
     params = np.zeros((2, SLOT_PARAM_WORDS), np.int32)
     params[:, 0] = 1, 4
-    check_stage(msgspec.structs.replace(header, n_slot_params=2), frame, params, LIMITS)
+    parse_stage(msgspec.structs.replace(header, n_slot_params=2), frame, params, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_bad_rows(stage: Stage, index: tuple[int, int], value: int, what: str) -
     header, frame = decode(stage, (1, 1, 1))
     frame[index] = value
     with pytest.raises(StageError, match=rf"stage 7 \({stage.label}\): .*{what}"):
-        check_stage(header, frame, None, LIMITS)
+        parse_stage(header, frame, None, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_bad_rows(stage: Stage, index: tuple[int, int], value: int, what: str) -
 def test_bad_aux(stage: Stage, value: int) -> None:
     header, frame = decode(stage, (1, value, 1))
     with pytest.raises(StageError, match="out of range"):
-        check_stage(header, frame, None, LIMITS)
+        parse_stage(header, frame, None, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_bad_prefills(index: int, value: int, what: str) -> None:
     header, frame = prefill()
     frame[index] = value
     with pytest.raises(StageError, match=what):
-        check_stage(header, frame, None, LIMITS)
+        parse_stage(header, frame, None, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +114,16 @@ def test_bad_prefills(index: int, value: int, what: str) -> None:
 def test_bad_headers(change: Callable[[StageBatch], StageBatch]) -> None:
     header, frame = decode(Stage.CORE, (1, 1, 1))
     with pytest.raises(StageError):
-        check_stage(change(header), frame, None, LIMITS)
+        parse_stage(change(header), frame, None, LIMITS)
 
 
 def test_slot_parameters_must_fit() -> None:
     header, frame = decode(Stage.CORE, (1, 1, 1))
     for params in (np.zeros(SLOT_PARAM_WORDS - 1, np.int32), np.full(SLOT_PARAM_WORDS, 5, np.int32)):
         with pytest.raises(StageError, match=r"slot parameter frame|parameters of a slot"):
-            check_stage(msgspec.structs.replace(header, n_slot_params=1), frame, params, LIMITS)
+            parse_stage(msgspec.structs.replace(header, n_slot_params=1), frame, params, LIMITS)
     with pytest.raises(StageError, match="slot parameter frame"):
-        check_stage(header, frame, np.full(SLOT_PARAM_WORDS, 1, np.int32), LIMITS)
+        parse_stage(header, frame, np.full(SLOT_PARAM_WORDS, 1, np.int32), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_slot_parameters_must_fit() -> None:
         (StageExtra(depths=bytes([1, 1, 0, 1, 1])), "depth out of range"),
         (StageExtra(depths=bytes([1, 1, 5, 1, 1])), "depth out of range"),
         (StageExtra(forced_tokens=b"\0" * 12), "not rows of 2"),
-        (StageExtra(forced_tokens=int32(2, 1)), "known token of a slot"),
+        (StageExtra(forced_tokens=int32(2, 1)), "forced token of a slot"),
         (StageExtra(forced_tokens=int32(1, 1)), "or is sampled"),
-        (StageExtra(forced_tokens=int32(4, 1, 4, 2)), "two known tokens"),
-        (StageExtra(forced_tokens=int32(4, 50)), "known token out of range"),
+        (StageExtra(forced_tokens=int32(4, 1, 4, 2)), "two forced tokens"),
+        (StageExtra(forced_tokens=int32(4, 50)), "forced token out of range"),
     ],
 )
 def test_bad_extras(extra: StageExtra, what: str) -> None:
@@ -155,20 +155,20 @@ def test_bad_extras(extra: StageExtra, what: str) -> None:
     header, frame = prefill()
     adjustments, targets = int32(4, MAX_ADJUSTMENTS - 1, 49, 0, 1, 0, 0, 0), int32(0, 49, 4, 0)
     good = StageExtra(adjustments, targets, (GrammarStart(4, 1, "x"),), bytes([4, 4, 4, 1, 2]), int32(4, 49))
-    check_stage(msgspec.structs.replace(header, extra=good), frame, None, LIMITS)
+    parse_stage(msgspec.structs.replace(header, extra=good), frame, None, LIMITS)
     with pytest.raises(StageError, match=what):
-        check_stage(msgspec.structs.replace(header, extra=extra), frame, None, LIMITS)
+        parse_stage(msgspec.structs.replace(header, extra=extra), frame, None, LIMITS)
 
 
 @pytest.mark.parametrize("stage", [Stage.PRELUDE, Stage.CORE, Stage.CODA])
 @pytest.mark.parametrize(
     "extra", [StageExtra(), StageExtra(forced_tokens=int32(1, 5)), StageExtra(depths=b"\1", forced_tokens=int32(1, 5))]
 )
-def test_decode_stages_have_no_extras_but_known_tokens_of_preludes(stage: Stage, extra: StageExtra) -> None:
+def test_decode_stages_have_no_extras_but_forced_tokens_of_preludes(stage: Stage, extra: StageExtra) -> None:
     header, frame = decode(stage, (1, 1, 1))
     header = msgspec.structs.replace(header, extra=extra)
     if stage is Stage.PRELUDE and not extra.depths:
-        check_stage(header, frame, None, LIMITS)
+        parse_stage(header, frame, None, LIMITS)
         return
     with pytest.raises(StageError, match="decode stage with extra"):
-        check_stage(header, frame, None, LIMITS)
+        parse_stage(header, frame, None, LIMITS)

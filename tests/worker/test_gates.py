@@ -75,7 +75,7 @@ def test_only_rows_with_a_device_gate_fire() -> None:
     rows = len(kinds)
     model = hazard_model(torch.full((rows,), 9.0))
     step = gate_step(model, kinds, torch.full((rows,), 0.5), torch.full_like(kinds, 2), start(rows), (), ())
-    fired = {Gate(kind) for kind, flag in zip(kinds.tolist(), step.flags.tolist(), strict=True) if flag}
+    fired = {Gate(kind) for kind, flag in zip(kinds.tolist(), step.fired.tolist(), strict=True) if flag}
     assert fired == {Gate.OWN, Gate.DELAYED}
 
 
@@ -84,7 +84,7 @@ def test_lookahead_rows_use_the_trained_head_and_others_the_own_gate() -> None:
     kinds = ints(Gate.OWN, Gate.LOOKAHEAD, Gate.OWN, Gate.LOOKAHEAD)
     own, ahead = torch.tensor([9.0, 9.0, -9.0, -9.0]), torch.tensor([-9.0, -9.0, 9.0, 9.0])
     step = gate_step(hazard_model(own, ahead), kinds, torch.full((4,), 0.5), ints(1, 1, 1, 1), start(4), (), ())
-    assert step.flags.tolist() == [1, 0, 0, 1]
+    assert step.fired.tolist() == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("kind", [Gate.OWN, Gate.DELAYED, Gate.CONVERGENCE])
@@ -94,6 +94,6 @@ def test_convergence_is_strict_and_counts_from_loop_2(kind: Gate) -> None:
     loops = ints(2, 2, 1, 3)
     model = convergence_model(distance)
     step = gate_step(model, torch.full_like(loops, int(kind)), torch.full((4,), 0.25), loops, start(4), (), ())
-    assert step.flags.tolist() == [0, 1, 0, 1]
+    assert step.fired.tolist() == [0, 1, 0, 1]
     none = gate_step(model, torch.full_like(loops, int(Gate.REPLAY)), torch.full((4,), 0.25), loops, start(4), (), ())
-    assert none.flags.tolist() == [0, 0, 0, 0]
+    assert none.fired.tolist() == [0, 0, 0, 0]

@@ -10,7 +10,7 @@ from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.worker import simulated
 from depthbatch.worker.device_profile import DeviceProfile, parse_profile
 from depthbatch.worker.process import IdleClock
-from depthbatch.worker.runner.checks import StageError
+from depthbatch.worker.runner.stage_input import StageError
 from depthbatch.worker.simulated import SimulatedRunner, find_profile, simulated_info
 from fakes.worker import PROFILE
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from depthbatch.benchmarks.gpu.shapes import bucket_for
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.runner.buckets import bucket_for, bucket_sizes, uncaptured_sizes
-from depthbatch.worker.runner.planes import fill_of, needs_fill, planes_of
+from depthbatch.worker.runner.stage_input import bucket_sizes, uncaptured_sizes
+from depthbatch.worker.runner.stages import fill_of, needs_fill, planes_of
 
 
 @pytest.mark.parametrize("layout", list(KVLayout))

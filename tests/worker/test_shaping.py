@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from depthbatch.common.frames import ADJUSTMENT_FIELDS, MAX_ADJUSTMENTS, SLOT_PARAMS, slot_param_words
 from depthbatch.worker.sampling.logits_processors import Shaping
-from depthbatch.worker.sampling.logprobs import num_likeliest, score_rows
+from depthbatch.worker.sampling.logprobs import logprob_rows, num_likeliest
 from depthbatch.worker.sampling.slot_params import SlotParams
 
 VOCAB, SLOTS = 37, 6
@@ -140,7 +140,7 @@ def test_scores_are_log_softmax_and_the_best_in_order(vocab: int) -> None:
     """Large logits, where exponentials overflow unless the maximum is taken out; vocabularies smaller than the 20."""
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)) * 40 + 500
     tokens = torch.arange(9, dtype=torch.int32) % vocab
-    rows = score_rows(logits, tokens)
+    rows = logprob_rows(logits, tokens)
     k = num_likeliest(vocab)
     assert rows.shape == (9, 1 + 2 * k) and k == min(vocab, 20)
     want = torch.log_softmax(logits.double(), -1)

@@ -1,14 +1,17 @@
-"""An accelerator as three ordered lanes of work and marks between them; the CUDA one is at the end.
+"""An accelerator as three ordered lanes of work and marks between them, and a watch over marks; the CUDA one.
 
 ``upload`` moves inputs, ``compute`` runs stages, ``download`` moves results. Work on one lane runs in order; lanes run
 at the same time unless one is told to wait for a mark of another. The interface is this small so that a test can stand
 in an accelerator that interleaves lanes as adversely as the rules allow.
 """
 
+import os
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +63,56 @@ class Accelerator(Protocol):
     def capture(self, work: Work) -> Work:
         """A replay of ``work`` over the same addresses; ``work`` may hold no synchronisation."""
         ...
+
+
+class Watched(NamedTuple):
+    """A stage whose end is waited for."""
+
+    step_id: int
+    mark: Mark
+
+
+class CompletionWatch:
+    """Tells when launched stages have finished, so that the worker's loop can sleep on its socket and the device at once.
+
+    A device has no descriptor to sleep on: one thread waits for the stages' last marks in order (the wait releases the
+    interpreter) and makes an event descriptor readable after each. Step ids ascend.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._accelerator = accelerator
+        self._queue: SimpleQueue[Watched] = SimpleQueue()
+        self._changed = Condition()
+        self._last_passed = -1
+        self._failure: BaseException | None = None
+        Thread(target=self._watch, name="completions", daemon=True).start()
+
+    def add(self, step_id: int, mark: Mark) -> None:
+        self._queue.put(Watched(step_id, mark))
+
+    def passed(self, step_id: int) -> bool:
+        """Whether the stage has finished, results on the host included. Raises what the device raised."""
+        if self._failure is not None:
+            raise self._failure
+        return self._last_passed >= step_id
+
+    def wait(self, step_id: int) -> None:
+        """Blocks until the stage has finished. Raises what the device raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.passed(step_id))
+
+    def _watch(self) -> None:
+        while self._failure is None:
+            watched = self._queue.get()
+            try:
+                self._accelerator.wait(watched.mark)
+            except Exception as error:  # a device fault: whoever reads next raises it
+                self._failure = error
+            with self._changed:
+                self._last_passed = watched.step_id
+                self._changed.notify_all()
+            os.eventfd_write(self.descriptor, 1)
 
 
 class EventClock:

@@ -1,4 +1,4 @@
-"""What a device is to the worker process: stages are launched, then read, in order. Imports no torch.
+"""What goes between a device and the worker process: stages are launched, then read, in order. Imports no torch.
 
 Launching and reading are apart, so that a device that computes asynchronously can have several stages in flight.
 """
@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from depthbatch.common.frames import Int32Array
-from depthbatch.common.messages import RowFailure, StageBatch
-from depthbatch.worker.runner.checks import StageLimits
+from depthbatch.common.messages import RowFailure, StageBatch, StageResult
+from depthbatch.worker.runner.stage_input import StageLimits
 
 NO_TOKENS = np.empty(0, np.int32)
 NO_FLAGS = np.empty(0, np.uint8)
@@ -21,44 +21,50 @@ class StageOutput(NamedTuple):
 
     token_ids: Int32Array  # one a sampled sequence, in batch order; empty unless prefill or coda
     flags: npt.NDArray[np.uint8]  # one a row; empty unless a core step with gates
-    scores: Int32Array = NO_TOKENS  # one row a sampled sequence, flat; empty unless asked for
-    prompt_scores: Int32Array = NO_TOKENS  # one row a target of a prefill, flat
+    logprobs: Int32Array = NO_TOKENS  # one row a sampled sequence, flat; empty unless asked for
+    prompt_logprobs: Int32Array = NO_TOKENS  # one row a target of a prefill, flat
+    failed: tuple[RowFailure, ...] = ()
+
+    def result(self, step_id: int, start_s: float, end_s: float) -> StageResult:
+        """What the scheduler gets of it."""
+        return StageResult(
+            step_id,
+            start_s,
+            end_s,
+            token_ids=self.token_ids.tobytes(),
+            flags=self.flags.tobytes(),
+            logprobs=self.logprobs.tobytes(),
+            prompt_logprobs=self.prompt_logprobs.tobytes(),
+            failed=self.failed,
+        )
 
 
-class InFlight(NamedTuple):
+NO_OUTPUT = StageOutput(NO_TOKENS, NO_FLAGS)
+
+
+class LaunchedStage(NamedTuple):
     """A stage that was launched. Times are seconds on the worker's clock (time.monotonic)."""
 
-    step_id: int
+    header: StageBatch
     start_s: float
     ready_s: float  # when it will be finished; 0 = it is, infinity = the runner's ``completions`` tells
-    output: StageOutput
-    failed: tuple[RowFailure, ...] = ()
-
-
-class StageDone(NamedTuple):
-    """A finished stage."""
-
-    step_id: int
-    start_s: float
-    end_s: float
-    output: StageOutput
-    failed: tuple[RowFailure, ...] = ()
+    output: StageOutput = NO_OUTPUT  # of a device that has computed it already
 
 
 class StageRunner(Protocol):
     """A device that runs stages."""
 
     limits: StageLimits
-    completions: int | None  # descriptor that is readable after a stage finished; None: InFlight.ready_s says when
+    completions: int | None  # descriptor that is readable after a stage finished; None: ready_s says when
 
-    def finished(self, stage: InFlight) -> bool:
+    def finished(self, stage: LaunchedStage) -> bool:
         """Whether reading ``stage`` would not wait."""
         ...
 
-    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> InFlight:
+    def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> LaunchedStage:
         """Starts a stage. Raises StageError when it does not fit this worker."""
         ...
 
-    def read(self, stage: InFlight) -> StageDone:
+    def read(self, stage: LaunchedStage) -> StageResult:
         """Waits for a launched stage; stages are read in the order they were launched."""
         ...

@@ -4,56 +4,76 @@ Device code only: no host synchronisation, no shape that depends on data, nothin
 every decode stage can be captured as it stands. Knows nothing of messages, requests or policy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from depthbatch.common.frames import logprob_fields
+from depthbatch.common.frames import Int32Array, Stage, logprob_fields
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import PLAIN, Variant
 from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows
 from depthbatch.worker.layers.blocks import BlockStack
 from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.models.interface import LoopedModel, WorkItem
-from depthbatch.worker.runner.buffers import DecodeBuffers
-from depthbatch.worker.runner.planes import fill_of, needs_fill, planes_of
-from depthbatch.worker.runner.prefill_input import PrefillInput
+from depthbatch.worker.runner.stage_input import StageInput
+from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
 from depthbatch.worker.sampling.exit_gates import Hazard, gate_step
-from depthbatch.worker.sampling.logprobs import SLICE_ROWS, num_likeliest, score_rows
+from depthbatch.worker.sampling.grammar_matchers import Masks
+from depthbatch.worker.sampling.logprobs import SLICE_ROWS, logprob_rows, num_likeliest
 from depthbatch.worker.sampling.sampler import greedy_tokens, sample_tokens
-from depthbatch.worker.sampling.slot_params import SlotParams
 from depthbatch.worker.slots import SlotState
 
 
-class Sampler(NamedTuple):
-    """Which of the cheaper forms of sampling a batch can do with."""
+def planes_of(layout: KVLayout, loops: Tensor, r_max: int, out: Tensor) -> Tensor:
+    """Plane that each row writes and reads at its loop; loops, out int32 [N]. Padding rows (loop 0) get plane 0."""
+    return torch.sub(loops, 1, out=out).clamp_(0, layout.num_planes(r_max) - 1)
 
-    sample: bool  # some row has temperature > 0
-    filtered: bool  # some row uses top-k, top-p or min-p
-    shaped: bool = False  # some row has penalties, a bias or min_tokens
-    constrained: bool = False  # some row has a grammar
-    scored: bool = False  # some row wants logprobs
 
-    def __call__(self, logits: Tensor, params: SlotParams, positions: Tensor) -> Tensor:
-        """Tokens of ``positions`` int32 [N]; logits fp32 [N, V] -> int32 [N]."""
-        if not self.sample:
-            return greedy_tokens(logits)
-        return sample_tokens(logits, params, positions, self.filtered)
+class PlaneFill(NamedTuple):
+    """Copies that exits ask for: plane source -> planes first .. end - 1, each int32 [N]; first >= end: none."""
+
+    source: Tensor
+    first: Tensor
+    end: Tensor
+
+
+def needs_fill(layout: KVLayout, r_max: int) -> bool:
+    """True when a token that exits early leaves planes behind that later tokens read."""
+    return any(len(layout.planes_to_fill(loop, r_max)) for loop in range(1, r_max + 1))
+
+
+def fill_of(layout: KVLayout, exit_loops: Tensor, r_max: int) -> PlaneFill:
+    """Planes to fill for tokens that exit after ``exit_loops`` int32 [N]. Padding rows (loop 0) fill nothing.
+
+    ``last_exited`` fills everything above the last plane written; ``first_then_shared`` fills plane 1 after an exit at
+    loop 1, which is the same interval: plane(1) + 1 up to the number of planes.
+    """
+    planes = layout.num_planes(r_max)
+    source = (exit_loops - 1).clamp(0, planes - 1)
+    return PlaneFill(source, source + 1, torch.where(exit_loops > 0, planes, 0).to(torch.int32))
+
+
+class StateUpdate(NamedTuple):
+    """A change of what is kept of slots, due before a stage runs: ``apply`` takes ``values`` on the device."""
+
+    apply: Callable[..., None]
+    values: tuple[Int32Array, ...]
 
 
 class Sampled(NamedTuple):
     """What rows get."""
 
     tokens: Tensor  # int32 [N]
-    scores: Tensor  # int32 [N, 1 + 2 k]; [0, 1 + 2 k] unless scored
+    logprobs: Tensor  # int32 [N, 1 + 2 k]; [0, 1 + 2 k] unless wanted
 
 
 class Prefilled(NamedTuple):
     """What a prefill gives."""
 
     sampled: Sampled  # of the sequences that end their prompt
-    prompt_scores: Tensor  # int32 [n_targets, 1 + 2 k]
+    prompt_logprobs: Tensor  # int32 [n_targets, 1 + 2 k]
 
 
 class DecodeAttention:
@@ -104,10 +124,29 @@ class Stages:
         self.r_max = model.spec.r_max
         self._fills = needs_fill(layout, self.r_max)
 
-    def prelude(self, buffers: DecodeBuffers, gates: bool = False) -> None:
+    def updates(self, stage: StageInput, masks: Masks | None) -> Iterator[StateUpdate]:
+        """What ``stage`` changes before it runs, slot parameters apart: rare, so each with an upload of its own."""
+        shaping = self.slots.shaping
+        if stage.adjustments.size:
+            yield StateUpdate(shaping.set_adjustments, (stage.adjustments,))
+        if stage.stage is Stage.PRELUDE and stage.forced.size:
+            yield StateUpdate(self.force_tokens, (stage.forced,))
+        if masks is not None:
+            yield StateUpdate(shaping.set_allowed, masks)
+
+    def decode(self, stage: Stage, buffers: DecodeBuffers, variant: Variant) -> None:
+        """Runs a decode stage; ``buffers`` are that stage's."""
+        if stage is Stage.PRELUDE:
+            self.prelude(buffers, variant)
+        elif stage is Stage.CORE:
+            self.core(buffers, variant)
+        else:
+            self.coda(buffers, variant)
+
+    def prelude(self, buffers: DecodeBuffers, variant: Variant = PLAIN) -> None:
         """Starts a token in every row: new block into the table, gate state reset, work item from ``token[slot]``.
 
-        With ``gates``, which needs a model with a pre-loop head, the flags are the depths it predicts.
+        With GATES, which needs a model with a pre-loop head, the values are the depths it predicts.
         """
         slots, positions = buffers.slots.long(), buffers.positions
         columns = torch.div(positions, self.backend.geometry.block_size, rounding_mode="floor").long()
@@ -118,17 +157,17 @@ class Stages:
         token_ids = self.slots.token.index_select(0, slots)
         item = self.model.prelude(token_ids, positions, params.state_seed, self.attention(buffers))
         self.slots.scatter_item(slots, item)
-        if gates:
-            buffers.flags.copy_(self.model.preloop_depth(item, params.exit_threshold))
+        if Variant.GATES in variant:
+            buffers.values.copy_(self.model.preloop_depth(item, params.exit_threshold))
 
-    def core(self, buffers: DecodeBuffers, gates: bool) -> None:
-        """One loop of every row, at the loop the row says; with ``gates`` also the flags."""
+    def core(self, buffers: DecodeBuffers, variant: Variant) -> None:
+        """One loop of every row, at the loop the row says; with GATES the values say whose gate fired."""
         slots, loops = buffers.slots.long(), buffers.aux
         planes_of(self.layout, loops, self.r_max, out=buffers.planes)
         before = self.slots.gather_item(slots)
         after = self.model.core(before, buffers.positions, loops, self.attention(buffers))
         self.slots.scatter_item(slots, after)
-        if not gates:
+        if Variant.GATES not in variant:
             return
         params = self.slots.gather_params(slots)
         survival, cumulated = self.slots.survival, self.slots.cumulated
@@ -136,9 +175,9 @@ class Stages:
         step = gate_step(self.model, params.gate, params.exit_threshold, loops, hazard, before, after)
         survival.index_copy_(0, slots, step.hazard.survival)
         cumulated.index_copy_(0, slots, step.hazard.cumulated)
-        buffers.flags.copy_(step.flags)
+        buffers.values.copy_(step.fired)
 
-    def coda(self, buffers: DecodeBuffers, sampler: Sampler) -> None:
+    def coda(self, buffers: DecodeBuffers, variant: Variant) -> None:
         """Ends the token of every row: fills the planes it did not reach, samples its successor into ``token[slot]``."""
         slots, positions = buffers.slots.long(), buffers.positions
         if self._fills:
@@ -147,10 +186,10 @@ class Stages:
             self.backend.copy_planes(buffers.slots, positions, fill.source, fill.first, fill.end, table)
         item = self.slots.gather_item(slots)
         hidden = self.model.coda(item, positions, self.attention(buffers))
-        sampled = self._next_tokens(hidden, slots, positions + 1, sampler)
-        buffers.tokens.copy_(sampled.tokens)
-        if sampler.scored:
-            buffers.scores.copy_(sampled.scores)
+        sampled = self._next_tokens(hidden, slots, positions + 1, variant)
+        buffers.values.copy_(sampled.tokens)
+        if Variant.LOGPROBS in variant:
+            buffers.logprobs.copy_(sampled.logprobs)
 
     def attention(self, buffers: DecodeBuffers) -> DecodeAttention:
         """The attention context of the rows in ``buffers``."""
@@ -158,7 +197,7 @@ class Stages:
         rows = DecodeRows(buffers.slots, buffers.positions, buffers.planes, self.slots.block_table)
         return DecodeAttention(self.backend, rows)
 
-    def prefill(self, chunks: PrefillInput, sampler: Sampler, context: PrefillContext = PrefillAttention) -> Prefilled:
+    def prefill(self, chunks: PrefillInput, variant: Variant, context: PrefillContext = PrefillAttention) -> Prefilled:
         """Runs packed chunks through every plane, each token as deep as the chunks say (r_max by default); tokens for
         those that end here."""
         self.slots.put_blocks(chunks.updates[:, 0].long(), chunks.updates[:, 1].long(), chunks.updates[:, 2])
@@ -166,11 +205,11 @@ class Stages:
         token_slots = rows.token_slots.long()
         params = self.slots.gather_params(token_slots)
         seeds = params.state_seed
-        if sampler.shaped:
+        if Variant.LOGITS in variant:
             is_output = rows.positions >= params.first_output
             self.slots.shaping.note_prompt(chunks.slots.long(), chunks.starts, token_slots, chunks.token_ids, is_output)
-        if chunks.known is not None:
-            self._go_on_with(chunks.known, sampler.shaped)
+        if chunks.forced is not None:
+            self._take_forced(chunks.forced, Variant.LOGITS in variant)
         item = self.model.prelude(chunks.token_ids, rows.positions, seeds, context(self.backend, rows))
         for loop in range(1, self.r_max + 1):
             rows_of_loop = rows._replace(plane=self.layout.plane(loop))
@@ -179,7 +218,7 @@ class Stages:
             else:
                 item = self._prefill_loop_by_depth(item, rows_of_loop, loop, chunks.depths, context)
         hidden = self.model.coda(item, rows.positions, context(self.backend, rows))
-        return Prefilled(self._first_tokens(chunks, hidden, sampler), self._prompt_scores(chunks, hidden))
+        return Prefilled(self._first_tokens(chunks, hidden, variant), self._prompt_logprobs(chunks, hidden))
 
     def _prefill_loop(self, item: WorkItem, rows: PrefillRows, loop: int, context: PrefillContext) -> WorkItem:
         return self.model.core(item, rows.positions, torch.full_like(rows.positions, loop), context(self.backend, rows))
@@ -202,49 +241,54 @@ class Stages:
             self.backend.copy_planes(rows.token_slots, rows.positions, fill.source, fill.first, fill.end, table)
         return tuple(torch.where(left.unsqueeze(1), old, new) for old, new in zip(item, after, strict=True))
 
-    def replace_tokens(self, known: Tensor) -> None:
-        """Slots go on with known tokens instead of those they were given: int32 [n, 2] (common.frames)."""
-        slots = known[:, 0].long()
+    def force_tokens(self, forced: Tensor) -> None:
+        """Slots go on with forced tokens instead of those they were given: int32 [n, 2] (common.frames)."""
+        slots = forced[:, 0].long()
         self.slots.shaping.note_output(slots, self.slots.token.index_select(0, slots), -1)
-        self._go_on_with(known, True)
+        self._take_forced(forced, True)
 
-    def _go_on_with(self, known: Tensor, counted: bool) -> None:
-        slots, tokens = known[:, 0].long(), known[:, 1]
+    def _take_forced(self, forced: Tensor, counted: bool) -> None:
+        slots, tokens = forced[:, 0].long(), forced[:, 1]
         if counted:
             self.slots.shaping.note_output(slots, tokens)
         self.slots.token.index_copy_(0, slots, tokens)
 
-    def _first_tokens(self, chunks: PrefillInput, hidden: Tensor, sampler: Sampler) -> Sampled:
+    def _first_tokens(self, chunks: PrefillInput, hidden: Tensor, variant: Variant) -> Sampled:
         """Tokens after the chunks that end their prompts, from hidden [N, D]: logits at those last positions only."""
         if not len(chunks.sampled):
-            return Sampled(chunks.sampled, self._no_scores(hidden))
+            return Sampled(chunks.sampled, self._no_logprobs(hidden))
         sampled = chunks.sampled.long()
         last = chunks.lengths.cumsum(0)[sampled] - 1
         slots, positions = chunks.slots[sampled].long(), (chunks.starts + chunks.lengths)[sampled]
-        return self._next_tokens(hidden.index_select(0, last), slots, positions, sampler)
+        return self._next_tokens(hidden.index_select(0, last), slots, positions, variant)
 
-    def _next_tokens(self, hidden: Tensor, slots: Tensor, positions: Tensor, sampler: Sampler) -> Sampled:
+    def _next_tokens(self, hidden: Tensor, slots: Tensor, positions: Tensor, variant: Variant) -> Sampled:
         """Chooses the tokens of ``positions`` int32 [N] from hidden [N, D] and puts them into ``token[slot]``."""
         logits = self.model.logits(hidden)
         params, shaping = self.slots.gather_params(slots), self.slots.shaping
-        shaped = shaping.apply(logits, slots, params, positions) if sampler.shaped else logits
-        if sampler.constrained:
+        shaped = shaping.apply(logits, slots, params, positions) if Variant.LOGITS in variant else logits
+        if Variant.CONSTRAIN in variant:
             shaped = shaping.constrain(shaped, slots, params)
-        tokens = sampler(shaped, params, positions)
-        if sampler.shaped:
+        if Variant.SAMPLE in variant:
+            tokens = sample_tokens(shaped, params, positions, Variant.FILTER in variant)
+        else:
+            tokens = greedy_tokens(shaped)
+        if Variant.LOGITS in variant:
             shaping.note_output(slots, tokens)
         self.slots.token.index_copy_(0, slots, tokens)
-        return Sampled(tokens, score_rows(logits, tokens) if sampler.scored else self._no_scores(hidden))
+        return Sampled(
+            tokens, logprob_rows(logits, tokens) if Variant.LOGPROBS in variant else self._no_logprobs(hidden)
+        )
 
-    def _prompt_scores(self, chunks: PrefillInput, hidden: Tensor) -> Tensor:
+    def _prompt_logprobs(self, chunks: PrefillInput, hidden: Tensor) -> Tensor:
         """Scores of the targets, a slice at a time: a whole prompt's logits may not fit."""
         slices = [
-            score_rows(self.model.logits(hidden.index_select(0, targets[:, 0].long())), targets[:, 1])
+            logprob_rows(self.model.logits(hidden.index_select(0, targets[:, 0].long())), targets[:, 1])
             for targets in torch.split(chunks.targets, SLICE_ROWS)
             if len(targets)
         ]
-        return torch.cat(slices) if slices else self._no_scores(hidden)
+        return torch.cat(slices) if slices else self._no_logprobs(hidden)
 
-    def _no_scores(self, like: Tensor) -> Tensor:
+    def _no_logprobs(self, like: Tensor) -> Tensor:
         columns = logprob_fields(num_likeliest(self.model.spec.vocab_size))
         return torch.empty(0, columns, dtype=torch.int32, device=like.device)

@@ -1,6 +1,6 @@
 """Exit decisions of a core step, on the device, in fp32 (architecture, section 6; models.md).
 
-Returns raw flags: whether a row's gate fired at this loop. When a flag takes effect, and the bounds min_loops and
+Says whether a row's gate fired at this loop. When that takes effect, and the bounds min_loops and
 max_loops, are the scheduler's. Knows nothing of slots or messages.
 """
 
@@ -42,7 +42,7 @@ def convergence_fires(distance: Tensor, threshold: Tensor, loops: Tensor) -> Ten
 class GateStep(NamedTuple):
     """What a core step does to the gates of its rows."""
 
-    flags: Tensor  # uint8 [N]
+    fired: Tensor  # uint8 [N]
     hazard: Hazard
 
 
@@ -55,7 +55,7 @@ def gate_step(
     before: WorkItem,
     after: WorkItem,
 ) -> GateStep:
-    """Flags of rows that ran ``loops`` [N] and went from item ``before`` to ``after``; kind int32 [N] of Gate.
+    """Which rows fire that ran ``loops`` [N] and went from item ``before`` to ``after``; kind int32 [N] of Gate.
 
     A model has either a hazard gate (OWN, DELAYED and, with a trained head, LOOKAHEAD use it) or a convergence test
     (OWN, DELAYED and CONVERGENCE use it). Rows whose gate does not decide on the device never fire.

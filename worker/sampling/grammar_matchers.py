@@ -8,15 +8,16 @@ mask while the model loops. What is wrong with a grammar, or with its process, f
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from depthbatch.common.frames import Int32Array, split_prefill_frame
+from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.grammar_host import GrammarError, GrammarHost, Matcher
 from depthbatch.common.grammar_limits import ANSWER_WALL_S
 from depthbatch.common.logging import get_logger
-from depthbatch.common.messages import GrammarStart, StageBatch
-from depthbatch.worker.runner.checks import StageError
+from depthbatch.common.messages import GrammarStart, RowFailure, Variant
+from depthbatch.worker.runner.stage_input import StageError, StageInput
 
 log = get_logger("worker")
 
@@ -30,6 +31,13 @@ def load_grammars(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]
     host = GrammarHost(path, vocab_size, eos_token_ids)
     host.start()
     return Grammars(host, vocab_size, eos_token_ids)
+
+
+class Masks(NamedTuple):
+    """What constrained slots may get next."""
+
+    slots: Int32Array  # [n]
+    allowed: Int32Array  # [n, ceil(V / 32)], a bit a token
 
 
 class Grammars:
@@ -69,24 +77,33 @@ class Grammars:
             except GrammarError as error:
                 self._fail(start.slot, error)
 
-    def note_prefill(self, header: StageBatch, frame: Int32Array) -> None:
+    def begin(self, stage: StageInput) -> list[int]:
+        """Takes what a stage brings (new requests, tokens of resumed ones); the slots whose grammar must allow the token
+        that they get."""
+        if stage.slot_params.size:
+            self.admit(stage.slot_params["slot"].tolist(), stage.grammars)
+        if Variant.CONSTRAIN not in stage.variant:
+            return []
+        if stage.stage is Stage.PREFILL:
+            self._note_prefill(stage)
+            if stage.forced.size:
+                self.note(*stage.forced.T.tolist())
+        return [slot for slot in stage.given.tolist() if slot in self._matchers]
+
+    def _note_prefill(self, stage: StageInput) -> None:
         """Takes the tokens that resumed requests have generated: those behind their prompts."""
-        parts = split_prefill_frame(frame, header.rows, header.n_tokens, header.n_updates)
-        offset = 0
-        for slot, start, length in zip(*(part.tolist() for part in parts[:3]), strict=True):
+        chunks, offset = stage.chunks, 0
+        assert chunks is not None
+        for slot, start, length in zip(*(part.tolist() for part in chunks[:3]), strict=True):
             if slot in self._matchers:
                 own = max(0, self._starts[slot].prompt_tokens - start)
-                self._tell(slot, parts.token_ids[offset + own : offset + length].tolist())
+                self._tell(slot, chunks.token_ids[offset + own : offset + length].tolist())
             offset += length
 
     def note(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes the tokens that rows were given."""
         for slot, token in zip(slots, tokens, strict=True):
             self._tell(slot, [token])
-
-    def constrained(self, slots: Sequence[int]) -> list[int]:
-        """Those of ``slots`` that have a grammar."""
-        return [slot for slot in slots if slot in self._matchers]
 
     def masks(self, slots: Sequence[int]) -> Int32Array:
         """What constrained slots may get next: int32 [n, ceil(V / 32)], a bit a token. All of them together are waited
@@ -97,11 +114,12 @@ class Grammars:
             row[:] = self._mask(slot, deadline_s)
         return masks
 
-    def take_failures(self, slots: Sequence[int]) -> dict[int, str]:
-        """What has gone wrong for ``slots``, each failure once."""
+    def take_failures(self, stage: StageInput) -> tuple[RowFailure, ...]:
+        """What has gone wrong for the slots that get a token, each failure once."""
         if not self._failures:
-            return {}
-        return {slot: self._failures.pop(slot) for slot in slots if slot in self._failures}
+            return ()
+        given = enumerate(stage.given.tolist())
+        return tuple([RowFailure(row, self._failures.pop(slot)) for row, slot in given if slot in self._failures])
 
     def _mask(self, slot: int, deadline_s: float) -> Int32Array:
         matcher = self._matchers[slot]
@@ -137,8 +155,14 @@ class Grammars:
                 matcher.close()
 
 
-def require_grammars(grammars: Grammars | None, header: StageBatch) -> Grammars:
-    """StageError when a stage needs matchers that this worker does not have."""
+def begin_stage(grammars: Grammars | None, stage: StageInput) -> Masks | None:
+    """Tells the matchers what a stage brings; what its constrained slots may get, None without any.
+
+    StageError when a stage needs matchers that this worker does not have.
+    """
     if grammars is None:
-        raise StageError(f"stage {header.step_id}: this worker has no grammars")
-    return grammars
+        if Variant.CONSTRAIN in stage.variant:
+            raise StageError(f"stage {stage.step_id}: this worker has no grammars")
+        return None
+    slots = grammars.begin(stage)
+    return Masks(np.array(slots, np.int32), grammars.masks(slots)) if slots else None

@@ -52,8 +52,8 @@ class Shaping:
         self.additions.view(torch.int32).view(-1).index_copy_(0, index, entries[:, 3])
 
     def set_allowed(self, slots: Tensor, masks: Tensor) -> None:
-        """Masks int32 [n, ceil(V / 32)] of slots int64 [n]."""
-        self.allowed.index_copy_(0, slots, masks)
+        """Masks int32 [n, ceil(V / 32)] of slots int32 [n]."""
+        self.allowed.index_copy_(0, slots.long(), masks)
 
     def note_prompt(
         self, slots: Tensor, starts: Tensor, token_slots: Tensor, token_ids: Tensor, is_output: Tensor

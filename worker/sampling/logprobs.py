@@ -1,4 +1,4 @@
-"""Logprobs of tokens and of the likeliest ones beside them, as rows of int32 (``scores`` of common.frames).
+"""Logprobs of tokens and of the likeliest ones beside them, as rows of int32 (common.frames).
 
 From the raw logits: before temperature, penalties, filters and grammars, as OpenAI and vLLM report them.
 """
@@ -12,11 +12,11 @@ SLICE_ROWS = 256  # prompt positions whose logits exist at a time
 
 
 def num_likeliest(vocab_size: int) -> int:
-    """Likeliest tokens in a row of scores: a small vocabulary may have fewer than asked for."""
+    """Likeliest tokens in a row of logprobs: a small vocabulary may have fewer than asked for."""
     return min(MAX_LOGPROBS, vocab_size)
 
 
-def score_rows(logits: Tensor, tokens: Tensor) -> Tensor:
+def logprob_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     """logits fp32 [N, V], tokens int32 [N] -> int32 [N, 1 + 2 k]."""
     total = torch.logsumexp(logits, -1, keepdim=True)
     own = logits.gather(1, tokens.long().unsqueeze(1)) - total
