@@ -19,6 +19,7 @@ from depthbatch.common.frames import MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import MAX_PRIORITY, EngineInfo, RequestParams
+from depthbatch.common.splitmix64 import UNSIGNED, mix_int
 from depthbatch.frontend.grammar import canonical_constraint, constraint_name, grammar_text
 
 MAX_STOP_STRINGS = 16
@@ -438,8 +439,5 @@ def _labels(gates: Sequence[Gate]) -> str:
 
 
 def _mix(seed: int, ordinal: int) -> int:
-    """64 well-mixed bits of (seed, ordinal): the finalizer of splitmix64."""
-    x = (seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & SEED_MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & SEED_MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & SEED_MASK
-    return x ^ (x >> 31)
+    """64 well-mixed bits of (seed, ordinal)."""
+    return mix_int(seed + (ordinal + 1) * UNSIGNED.golden)

@@ -23,6 +23,7 @@ from depthbatch.common.frames import (
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, StageBatch, StageResult, Variant
+from depthbatch.common.splitmix64 import UNSIGNED, mix64
 from depthbatch.worker.device_profile import DeviceProfile, read_profile
 from depthbatch.worker.runner.stage_input import StageInput, StageLimits, bucket_sizes, parse_stage
 from depthbatch.worker.runner.stage_io import NO_FLAGS, NO_OUTPUT, NO_TOKENS, LaunchedStage, StageOutput
@@ -32,7 +33,6 @@ SHIPPED_PROFILES = Path(__file__).resolve().parent / "profiles"
 BLOCK_SIZE = 16
 MAX_POSITIONS = 65536
 _PR_SET_TIMERSLACK = 29
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def find_profile(name: str) -> DeviceProfile:
@@ -139,11 +139,9 @@ class SimulatedRunner:
         return StageOutput(self._tokens(stage.given, ends + 1), NO_FLAGS)
 
     def _tokens(self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Int32Array:
-        """Tokens of (seed, position): the splitmix64 finaliser, modulo the vocabulary."""
-        x = self._seeds[slots] + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        tokens: Int32Array = ((x ^ (x >> np.uint64(31))) % np.uint64(self.limits.vocab_size)).astype(np.int32)
+        """Tokens of (seed, position): mixed bits, modulo the vocabulary."""
+        x = self._seeds[slots] + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(UNSIGNED.golden)
+        tokens: Int32Array = (mix64(x, UNSIGNED) % np.uint64(self.limits.vocab_size)).astype(np.int32)
         return tokens
 
 

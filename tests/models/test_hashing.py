@@ -2,6 +2,7 @@
 
 import torch
 
+from depthbatch.common.splitmix64 import mix_int
 from depthbatch.worker.sampling.random_numbers import mix64, uniform
 
 MASK = (1 << 64) - 1
@@ -24,7 +25,9 @@ def test_mixer_wraps_like_unsigned_64_bit() -> None:
     """Guards against arithmetic shifts or saturating products; the oracle computes in Python integers."""
     values = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF, -0x123456789ABCDEF]
     mixed = mix64(torch.tensor(values)).tolist()
-    assert [m & MASK for m in mixed] == [splitmix_mixer(v & MASK) for v in values]
+    want = [splitmix_mixer(v & MASK) for v in values]
+    assert [m & MASK for m in mixed] == want
+    assert [mix_int(v) for v in values] == want
 
 
 def test_open_interval_and_moments() -> None:

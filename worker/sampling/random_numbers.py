@@ -7,38 +7,35 @@ the draws that one (seed, position) needs; the users share this table::
     lanes 0 .. 2**31 - 1          sampling of the token at ``position``
     STATE_LANE + feature          initial recurrent state of the token at ``position``
 
-The mixer is the 64-bit finaliser of splitmix64 (Steele, Lea and Flood 2014, variant 13 of Stafford), applied once for
-each of seed, position and lane, each time after adding a multiple of an odd constant, so that equal sums of position
-and lane do not meet. int64 arithmetic wraps modulo 2**64 in torch; right shifts are masked to be logical.
+The mixer is splitmix64's (common/splitmix64.py), applied once for each of seed, position and lane, each time after
+adding a multiple of an odd constant, so that equal sums of position and lane do not meet.
 """
 
 import torch
 
+from depthbatch.common import splitmix64
+from depthbatch.common.splitmix64 import SIGNED
+
 STATE_LANE = 1 << 32
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, as a signed 64-bit number
-_MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 _LOW_32 = 0xFFFFFFFF
 _MANTISSA_BITS = 23  # k + 0.5 with k < 2**23 is exact in fp32, so the result is never 0 or 1
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
-    """Bijective mixing of int64 values of any shape: every input bit flips every output bit with probability 1/2."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MULTIPLIER_1
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MULTIPLIER_2
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    """Mixes int64 values of any shape."""
+    return splitmix64.mix64(x, SIGNED)
 
 
 def row_key(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """int64 key of (seed, position): integer tensors that broadcast; the seed's halves are read as 32 bits each."""
     seed = (seed_low.long() & _LOW_32) | (seed_high.long() << 32)
-    return mix64(mix64(seed + _GOLDEN) + (position.long() + 1) * _GOLDEN)
+    return mix64(mix64(seed + SIGNED.golden) + (position.long() + 1) * SIGNED.golden)
 
 
 def bits_of_key(key: torch.Tensor, lane: torch.Tensor | int) -> torch.Tensor:
     """64 random bits as int64 from ``row_key`` and a lane that broadcasts against it (e.g. [N, 1] and [V])."""
-    return mix64(key + (lane + 1) * _MULTIPLIER_1)
+    return mix64(key + (lane + 1) * SIGNED.multiplier_1)
 
 
 def uniform_of_key(key: torch.Tensor, lane: torch.Tensor | int) -> torch.Tensor:
