@@ -4,22 +4,24 @@ A model without a chat template gets each line as a prompt of its own.
 """
 
 import argparse
-import http.client
 import json
+import ssl
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple, Protocol, TextIO
-from urllib.parse import SplitResult, urlsplit
+
+import httpx
 
 from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, values_from_sources
 from depthbatch.common.errors import ConfigError, EngineDeadError, RequestError
+from depthbatch.deploy.cli.request_options import SHARED_OPTIONS
 from depthbatch.frontend.output import mean_decode_depth
 from depthbatch.frontend.params import add_number_argument
 
+ANSWER_S = 600.0  # without a byte from the server
 Conversation = list[dict[str, str]]
-REQUEST_OPTIONS = ("gate", "exit_threshold", "min_loops", "max_loops", "seed")  # engine options that requests have too
 
 
 class News(NamedTuple):
@@ -69,12 +71,12 @@ def run_chat(args: argparse.Namespace) -> int:
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Engine options that a request to a server can carry. Raises ConfigError for those that only an engine has."""
-    given = [name for name in (*FIELDS, "config") if name not in ("model", *REQUEST_OPTIONS)]
+    given = [name for name in (*FIELDS, "config") if name not in ("model", *SHARED_OPTIONS)]
     for name in given:
         if getattr(args, name, None) is not None:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is for an engine of your own: {args.target} was started with its options")
-    return values_from_sources(args, {}, {name: FIELDS[name] for name in REQUEST_OPTIONS})
+    return values_from_sources(args, {}, {name: FIELDS[name] for name in SHARED_OPTIONS})
 
 
 def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO) -> None:
@@ -154,10 +156,8 @@ class RemoteModel:
     """
 
     def __init__(self, url: str, api_key: str, request: dict[str, Any]) -> None:
-        self._url = _split(url)
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._url = _server_address(url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._request = request
         self._has_template = self._ask_template()
 
@@ -167,52 +167,43 @@ class RemoteModel:
             path, body = "/v1/chat/completions", {**body, "messages": conversation}
         else:
             path, body = "/v1/completions", {**body, "prompt": conversation[-1]["content"]}
-        with closing(self._connect()) as connection:
-            response = self._send(connection, "POST", path, json.dumps(body).encode())
+        with self._answer("POST", path, body) as response:
             _refuse_errors(response)
-            with self._reading():
-                yield from _news(response)
+            yield from _news(response)
 
     def _ask_template(self) -> bool:
         """Whether chat completions work; a server without /tokenizer_info is taken to have them."""
-        with closing(self._connect()) as connection:
-            response = self._send(connection, "GET", "/tokenizer_info", None)
-            if response.status == 404:
+        with self._answer("GET", "/tokenizer_info", None) as response:
+            if response.status_code == 404:
                 return True
             _refuse_errors(response)
-            with self._reading():
-                return bool(json.loads(response.read()).get("has_chat_template", True))
-
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        return kind(self._url.netloc, timeout=600)
-
-    def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
-    ) -> http.client.HTTPResponse:
-        """The response, whatever its status."""
-        try:
-            connection.request(method, self._url.path + path, body, self._headers)
-            return connection.getresponse()
-        except OSError as error:
-            raise EngineDeadError(f"no server at {self._url.geturl()}: {error}") from None
-        except (http.client.HTTPException, ValueError) as error:
-            raise EngineDeadError(f"no HTTP server at {self._url.geturl()}: {error!s:.200}") from None
+            return bool(json.loads(response.read()).get("has_chat_template", True))
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Around the reading of an answer: what goes wrong there is the server's doing."""
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
+        """The response, whatever its status, to be read inside. What goes wrong there is the server's doing."""
+        response: httpx.Response | None = None
+        context = ssl.create_default_context()  # the system's certificates
         try:
-            yield
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineDeadError(f"the answer of {self._url.geturl()} broke off: {error}") from None
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise EngineDeadError(f"{self._url.geturl()} does not speak this API: {error!r:.200}") from None
+            with (
+                httpx.Client(headers=self._headers, timeout=ANSWER_S, trust_env=False, verify=context) as client,
+                client.stream(method, self._url + path, json=body) as response,
+            ):
+                yield response
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            if response is None:
+                missing = isinstance(error, httpx.NetworkError | httpx.TimeoutException)
+                what = f"no {'' if missing else 'HTTP '}server at {self._url}: {error!s:.200}"
+            elif isinstance(error, httpx.HTTPError):
+                what = f"the answer of {self._url} broke off: {error}"
+            else:
+                what = f"{self._url} does not speak this API: {error!r:.200}"
+            raise EngineDeadError(what) from None
 
 
-def _news(lines: http.client.HTTPResponse) -> Iterator[News]:
-    """The pieces of a streamed answer. Raises HTTPException when it ends before the server says so."""
-    for line in lines:
+def _news(response: httpx.Response) -> Iterator[News]:
+    """The pieces of a streamed answer. Raises httpx.HTTPError when it ends before the server says so."""
+    for line in _lines(response):
         if line.startswith(b"data: [DONE]"):
             return
         if line.startswith(b"data: {"):
@@ -222,28 +213,38 @@ def _news(lines: http.client.HTTPResponse) -> Iterator[News]:
             for choice in event["choices"]:
                 text = choice["delta"].get("content") if "delta" in choice else choice["text"]
                 yield News(text or "", choice.get("exit_depths") or [])
-    raise http.client.HTTPException("it ended without data: [DONE]")
+    raise httpx.RemoteProtocolError("it ended without data: [DONE]")
 
 
-def _split(url: str) -> SplitResult:
-    """Raises ConfigError."""
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """As they come. httpx's own iter_lines also ends a line at U+2028 and the like, which may stand in an answer."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    yield rest
+
+
+def _server_address(url: str) -> str:
+    """Without a path of the API. Raises ConfigError."""
+    address = url.rstrip("/").removesuffix("/v1")
     try:
-        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
-        if not parts.hostname or parts.port == 0:
-            raise ValueError("it names no host" if not parts.hostname else "port 0")
-    except ValueError as error:
+        parts = httpx.URL(address)
+    except httpx.InvalidURL as error:
         raise ConfigError(f"{url} is not a URL of a server: {error}") from None
-    return parts
+    if not parts.host or parts.port == 0:
+        raise ConfigError(f"{url} is not a URL of a server: {'port 0' if parts.host else 'it names no host'}")
+    return address
 
 
-def _refuse_errors(response: http.client.HTTPResponse) -> None:
+def _refuse_errors(response: httpx.Response) -> None:
     """Raises RequestError for a status that is an error."""
-    if response.status >= 400:
+    if response.status_code >= 400:
         raise RequestError(_message(response))
 
 
-def _message(response: http.client.HTTPResponse) -> str:
+def _message(response: httpx.Response) -> str:
     try:
         return str(json.loads(response.read())["error"]["message"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return f"the server answered {response.status}"
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return f"the server answered {response.status_code}"

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from depthbatch.common.config import add_config_arguments, config_from_sources, to_toml
 from depthbatch.common.errors import RequestError
+from depthbatch.deploy.cli.request_options import SHARED_OPTIONS
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.output import OutputDelta, RequestOutput
 from depthbatch.frontend.params import SamplingParams, add_number_argument
@@ -74,11 +75,8 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    engine_options = ("seed", "exit_threshold", "min_loops", "max_loops", "gate")  # given there, they are the defaults
-    return SamplingParams(
-        **{name: getattr(args, name) for name in names if name in args and name not in engine_options}
-    )
+    names = [name for name in SamplingParams.__annotations__ if name not in SHARED_OPTIONS]
+    return SamplingParams(**{name: getattr(args, name) for name in names if name in args})
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

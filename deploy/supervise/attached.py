@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Protocol
 
 from depthbatch.common.config import EngineConfig
+from depthbatch.deploy.supervise.run_files import read_starts, write_config
 
 START_S = 30.0  # from the death of a process to its successor's pid
 ASK_EVERY_S = 1.0  # the supervisor, about a process that is expected
 KILL_S = 5.0
 STALE_S = 2.0  # a worker that much older than its scheduler belongs to a former one
-CONFIG_FILE = "engine.json"
 
 
 class Supervisor(Protocol):
@@ -163,29 +163,3 @@ class AttachedProcesses:
                 os.kill(pid, signal.SIGKILL)
                 return pid
         return 0
-
-
-def write_config(run_dir: Path, config: EngineConfig) -> None:
-    """Puts the engine's configuration where its programs look for it."""
-    write_file(run_dir / CONFIG_FILE, config.to_json())
-
-
-def read_config(run_dir: Path) -> EngineConfig:
-    """The inverse. Raises ConfigError or OSError."""
-    return EngineConfig.from_json((run_dir / CONFIG_FILE).read_text())
-
-
-def read_starts(run_dir: Path, name: str) -> int:
-    """How many times a program has been started in this run directory."""
-    try:
-        return int((run_dir / f"{name}.starts").read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def write_file(path: Path, text: str) -> None:
-    """A reader never sees half of it; only this user sees any of it."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.touch(mode=0o600)
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -14,13 +14,19 @@ from pathlib import Path
 from depthbatch.common.errors import DepthbatchError
 from depthbatch.common.logging import get_logger, setup_logging
 from depthbatch.common.os_process import die_with_parent, die_with_threads
-from depthbatch.deploy.supervise.attached import AttachedProcesses, read_config, read_starts, write_file
+from depthbatch.deploy.supervise.attached import AttachedProcesses
+from depthbatch.deploy.supervise.run_files import (
+    HTTP_FILE,
+    RUN_DIR_VARIABLE,
+    URL_FILE,
+    read_config,
+    read_starts,
+    write_file,
+)
+from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
 from depthbatch.frontend.background import TaskFailedError
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
 
-RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
-HTTP_FILE = "http.json"
-URL_FILE = "url"
 FAULT = 1  # exit codes: supervisord answers this one with a restart,
 GAVE_UP = 2  # and this one not
 
@@ -47,7 +53,6 @@ def main() -> int:
 
 
 def _run_frontend(run_dir: Path) -> int:
-    from depthbatch.deploy.supervise.supervision import SupervisordClient
     from depthbatch.frontend.async_engine import AsyncEngine
     from depthbatch.frontend.http.server import bind, run_frontend
 

@@ -4,76 +4,34 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import FrameType
-from typing import Any
-from xml.parsers.expat import ExpatError
-from xmlrpc.client import Error, dumps, loads
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.common.os_process import end_with_parent
 from depthbatch.common.run_dir import RunDir
 from depthbatch.common.transport import API_ENDPOINT, endpoint
-from depthbatch.deploy.supervise.attached import read_starts, write_config, write_file
-from depthbatch.deploy.supervise.program import HTTP_FILE, RUN_DIR_VARIABLE, URL_FILE
+from depthbatch.deploy.supervise.run_files import (
+    HTTP_FILE,
+    RUN_DIR_VARIABLE,
+    URL_FILE,
+    read_starts,
+    write_config,
+    write_file,
+)
+from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
 from depthbatch.frontend.restarts import MAX_RESTARTS, RESTART_WINDOW_S, RestartBudget
 
 CONFIG = Path(__file__).resolve().parent.parent / "supervisord.conf"
 STOP_MARGIN_S = 15  # from the drain deadline to SIGKILL
 POLL_S = 0.2
-ASK_S = 0.2  # for an answer of supervisord: the frontend asks from its event loop
-EXPECTED_CODES = (0, 2)  # exitcodes of the configuration: no restart
-
-
-class _UnixConnection(HTTPConnection):
-    """HTTP on a UNIX socket, every step of it with a time limit."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=ASK_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(ASK_S)
-        self.sock.connect(str(self._path))
-
-
-class SupervisordClient:
-    """supervisord's own interface, on the UNIX socket of a run directory."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "supervisor.sock"
-
-    def info(self, name: str) -> dict[str, Any] | None:
-        """What supervisord knows of a program; None when it cannot be asked, or does not answer at once."""
-        body = dumps((name,), "supervisor.getProcessInfo")
-        with contextlib.closing(_UnixConnection(self._path)) as connection:
-            try:
-                connection.request("POST", "/RPC2", body, {"Content-Type": "text/xml"})
-                answer = loads(connection.getresponse().read())[0][0]
-            except (OSError, HTTPException, Error, ExpatError):
-                return None
-        return answer if isinstance(answer, dict) else None
-
-    def exit_code(self, name: str) -> int | None:
-        """Exit code of a program that will not be started again, None otherwise.
-
-        After a fault, too, it is EXITED for a moment, until supervisord comes round to starting it again.
-        """
-        info = self.info(name)
-        if info is None or info["statename"] not in ("EXITED", "FATAL"):
-            return None
-        code = int(info["exitstatus"])
-        return code if info["statename"] == "FATAL" or code in EXPECTED_CODES else None
 
 
 class Supervision:

@@ -11,7 +11,7 @@ import pytest
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.deploy.supervise.attached import AttachedProcesses
-from depthbatch.deploy.supervise.supervision import SupervisordClient
+from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.restarts import FATAL_GRACE_S
 

@@ -65,7 +65,8 @@ BROKEN = {  # the answer to a chat completion -> what is said of it
     "between events": (HTTP + b"\r\n" + EVENT, "broke off"),
     "no JSON": (HTTP + b"\r\ndata: {nonsense\n\n", "does not speak this API"),
     "no choices": (HTTP + b"\r\ndata: {}\n\n", "does not speak this API"),
-    "no status": (b"SSH-2.0-OpenSSH_9.6\r\n", "no HTTP server.*SSH"),
+    "no head": (b"SSH-2.0-OpenSSH_9.6\r\n", "no HTTP server"),
+    "no status": (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "no HTTP server.*SSH"),
 }
 
 
@@ -120,6 +121,13 @@ def test_server_without_tokenizer_info(run_chat: Callable[..., tuple[int, str, s
     gets no figures, for it gives no depths."""
     with canned(NOT_FOUND, WHOLE) as url:
         assert run_chat(url) == (0, "> four\n> \n", "")
+
+
+def test_unicode_separators_do_not_end_a_line(run_chat: Callable[..., tuple[int, str, str]]) -> None:
+    """U+2028 and NEL stand in answers as they are; a reader that takes them for ends of lines gets half an event."""
+    event = EVENT.replace(b"four", "fo\u2028u\x85r".encode())
+    with canned(NOT_FOUND, WHOLE.replace(EVENT, event)) as url:
+        assert run_chat(url) == (0, "> fo\u2028u\x85r\n> \n", "")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from depthbatch.deploy.supervise import supervision
-from depthbatch.deploy.supervise.supervision import SupervisordClient
+from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
 from fakes.many_streams import many
 from fakes.serve_process import DEVICE, ServeProcess, is_alive, token_ids, wait_until
 from fakes.soak import soak

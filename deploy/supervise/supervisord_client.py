@@ -1,0 +1,60 @@
+"""What supervisord says of a program, within a time limit: the frontend asks from its event loop."""
+
+import socket
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+from xml.parsers.expat import ExpatError
+from xmlrpc.client import Error, ServerProxy, Transport
+
+ASK_S = 0.2  # for every step of a question
+EXPECTED_CODES = (0, 2)  # exitcodes of the configuration: no restart
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP on a UNIX socket. supervisor's own transport has no time limit."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ASK_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ASK_S)
+        self.sock.connect(self._path)
+
+
+class _UnixTransport(Transport):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def make_connection(self, host: Any) -> HTTPConnection:
+        return _UnixConnection(self._path)
+
+
+class SupervisordClient:
+    """supervisord's own interface, on the UNIX socket of a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = str(run_dir / "supervisor.sock")
+
+    def info(self, name: str) -> dict[str, Any] | None:
+        """What supervisord knows of a program; None when it cannot be asked, or does not answer at once."""
+        with ServerProxy("http://localhost/RPC2", _UnixTransport(self._path)) as server:
+            try:
+                answer = server.supervisor.getProcessInfo(name)
+            except (OSError, HTTPException, Error, ExpatError):
+                return None
+        return answer if isinstance(answer, dict) else None
+
+    def exit_code(self, name: str) -> int | None:
+        """Exit code of a program that will not be started again, None otherwise.
+
+        After a fault, too, it is EXITED for a moment, until supervisord comes round to starting it again.
+        """
+        info = self.info(name)
+        if info is None or info["statename"] not in ("EXITED", "FATAL"):
+            return None
+        code = int(info["exitstatus"])
+        return code if info["statename"] == "FATAL" or code in EXPECTED_CODES else None
