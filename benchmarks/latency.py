@@ -128,20 +128,18 @@ def run_point(llm: "LLM", point: Point, tokens: int) -> Sample:
     rng = np.random.default_rng(point.batch)
     prompts = rng.integers(0, llm.info.vocab_size, (point.batch, point.context)).tolist()
     params = SamplingParams(max_tokens=tokens + 1, temperature=0.0, ignore_eos=True, num_loops=point.loops)
-    before = llm.stats()
+    before = llm.scheduler_stats()
     llm.generate(prompts, params)
-    after = llm.stats()
+    after = llm.scheduler_stats()
 
-    def gained(name: str, stage: str) -> float:
-        key = f'{name}{{stage="{stage}"}}'
-        return after.get(key, 0.0) - before.get(key, 0.0)
-
+    assert before.core is not None and after.core is not None
+    then, now = before.core.stages, after.core.stages
     positions = point.context + 1 + np.arange(tokens)  # context of decode token j, itself included
     return Sample(
         point,
-        seconds={stage: gained("stage_seconds_total", stage) for stage in _STAGES},
-        steps={stage: gained("stage_steps_total", stage) for stage in _STAGES},
-        rows={stage: gained("stage_batch_size_sum", stage) for stage in _STAGES},
+        seconds={stage: now[stage].seconds - then[stage].seconds for stage in _STAGES},
+        steps={stage: now[stage].steps - then[stage].steps for stage in _STAGES},
+        rows={stage: now[stage].rows.sum - then[stage].rows.sum for stage in _STAGES},
         context_tokens=float(point.batch * point.loops * positions.sum()),
         prompt_tokens=float(point.batch * point.context),
     )

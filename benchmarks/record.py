@@ -6,15 +6,16 @@ S_e2e = 1 / (a + (1 - a) / S_dec) with a the share of the baseline's time that g
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from depthbatch.common.frames import Stage
+from depthbatch.common.messages import SchedulerStats
+from depthbatch.common.stats import CoreStats, StageStats
 from depthbatch.worker.device_profile import StageFlops
 
-Stats = Mapping[str, float]
 STAGES = tuple(stage.label for stage in Stage)
 
 
@@ -68,43 +69,47 @@ def decode_speedup(flops: StageFlops, r_max: int, mean_depth: float) -> float:
     return (flops.boundary + r_max * flops.core) / (flops.boundary + mean_depth * flops.core)
 
 
-def make_record(setting: Setting, before: Stats, after: Stats, duration_s: float, flops: StageFlops) -> Record:
+def make_record(
+    setting: Setting, before: SchedulerStats, after: SchedulerStats, duration_s: float, flops: StageFlops
+) -> Record:
     """The record of what happened between two readings of the scheduler's counters, ``duration_s`` apart."""
 
-    def gained(name: str) -> float:
-        return after.get(name, 0.0) - before.get(name, 0.0)
-
-    steps = {stage: gained(f'stage_steps_total{{stage="{stage}"}}') for stage in STAGES}
-    rows = {stage: gained(f'stage_batch_size_sum{{stage="{stage}"}}') for stage in STAGES}
+    then, now = before.core or CoreStats(), after.core or CoreStats()
+    steps = {stage: _stage(now, stage).steps - _stage(then, stage).steps for stage in STAGES}
+    rows = {stage: _stage(now, stage).rows.sum - _stage(then, stage).rows.sum for stage in STAGES}
+    prefill_s = _stage(now, "prefill").seconds - _stage(then, "prefill").seconds
+    idle_s = [0.0 if stats.worker is None else stats.worker.idle_scheduler_s for stats in (before, after)]
     # every sampled token is in the histogram; those of coda are the decode tokens, the others were prefilled at r_max
-    tokens, decoded = gained("exit_depth_count"), rows["coda"]
-    depth_sum = gained("exit_depth_sum") - (tokens - decoded) * setting.r_max
+    tokens, decoded = now.exit_depth.count - then.exit_depth.count, rows["coda"]
+    depth_sum = now.exit_depth.sum - then.exit_depth.sum - (tokens - decoded) * setting.r_max
     depth = depth_sum / decoded if decoded else float(setting.r_max)
     return Record(
         policy=setting.policy,
         w=setting.w,
         k=setting.k,
-        tokens_per_s=gained("generation_tokens_total") / duration_s,
-        prefill_share=gained('stage_seconds_total{stage="prefill"}') / duration_s,
-        idle_share=gained('worker_idle_seconds_total{cause="scheduler"}') / duration_s,
+        tokens_per_s=(now.generation_tokens - then.generation_tokens) / duration_s,
+        prefill_share=prefill_s / duration_s,
+        idle_share=(idle_s[1] - idle_s[0]) / duration_s,
         mean_depth=depth,
         s_dec=decode_speedup(flops, setting.r_max, depth),
         mean_batch={stage: rows[stage] / steps[stage] if steps[stage] else 0.0 for stage in STAGES},
-        stage_steps={stage: int(count) for stage, count in steps.items()},
+        stage_steps=steps,
         scheduler_us_per_stage=_scheduler_us(before, after, sum(steps.values())),
-        requests_finished=int(
-            sum(gained(f'request_success_total{{finished_reason="{r}"}}') for r in ("stop", "length"))
-        ),
-        preemptions=int(gained("num_preemptions_total")),
+        requests_finished=sum(now.finished.get(r, 0) - then.finished.get(r, 0) for r in ("stop", "length")),
+        preemptions=now.preemptions - then.preemptions,
         duration_s=duration_s,
     )
 
 
-def _scheduler_us(before: Stats, after: Stats, stages: float) -> dict[str, float | None]:
+def _stage(core: CoreStats, label: str) -> StageStats:
+    return core.stages.get(label, StageStats())
+
+
+def _scheduler_us(before: SchedulerStats, after: SchedulerStats, stages: float) -> dict[str, float | None]:
     """Microseconds of the scheduler a stage: the mean over the run, and p50 and p99 where the scheduler reports them."""
-    verbs = [f'scheduler_stage_seconds_total{{verb="{verb}"}}' for verb in ("complete", "schedule", "dispatch")]
-    spent_s = sum(after.get(verb, 0.0) - before.get(verb, 0.0) for verb in verbs)
-    quantiles = {f"p{q}": after.get(f'scheduler_us_per_stage{{quantile="0.{q}"}}') for q in (50, 99)}
+    verbs = ("complete", "schedule", "dispatch")
+    spent_s = sum(after.verb_seconds.get(verb, 0.0) - before.verb_seconds.get(verb, 0.0) for verb in verbs)
+    quantiles = {f"p{q}": after.us_per_stage.get(f"0.{q}") for q in (50, 99)}
     return quantiles | {"mean": 1e6 * spent_s / stages if stages else None}
 
 

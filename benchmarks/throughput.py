@@ -105,11 +105,11 @@ def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Reco
         prompts = [r.prompt(index, llm.info.vocab_size).tolist() for index, r in enumerate(workload.requests)]
         params = [request.sampling() for request in workload.requests]
         llm.generate(prompts[:_WARM_UP_REQUESTS], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-        before, start_s = llm.stats(), time.perf_counter()
+        before, start_s = llm.scheduler_stats(), time.perf_counter()
         with tqdm(total=len(prompts), desc=config.policy, unit="req", file=sys.stderr, mininterval=1.0) as bar:
             llm.generate(prompts, params, lambda finished, total: bar.update(finished - bar.n) and None)
         duration_s = time.perf_counter() - start_s
-        after, info = llm.stats(), llm.info
+        after, info = llm.scheduler_stats(), llm.info
     setting = Setting(config.policy, config.max_num_seqs, effective_k(config, info), info.r_max)
     return make_record(setting, before, after, duration_s, flops)
 

@@ -18,8 +18,9 @@ import msgspec
 
 from depthbatch.common.errors import DecodeError
 from depthbatch.common.gates import Gate
+from depthbatch.common.stats import CoreStats, WorkerStats
 
-_SOURCES = (Path(__file__).with_name(name).read_bytes() for name in ("messages.py", "frames.py"))
+_SOURCES = (Path(__file__).with_name(name).read_bytes() for name in ("messages.py", "frames.py", "stats.py"))
 WIRE_VERSION = f"{zlib.crc32(b''.join(_SOURCES)):08x}"
 """What is said first, by frontends and workers. An upgrade below a running engine replaces its processes one by one, and
 two that read the same bytes differently would wait for each other for ever."""
@@ -200,9 +201,14 @@ class SchedulerHeartbeat(Message, frozen=True):
 
 
 class SchedulerStats(Message, frozen=True):
-    """Counters since start: nested plain maps, so that benchmarks and metrics read them by name."""
+    """Counters since start."""
 
-    values: dict[str, float]
+    core: CoreStats | None = None  # None until a worker has been ready
+    worker: WorkerStats | None = None  # None until it has told
+    verb_seconds: dict[str, float] = {}  # of the scheduler's loop
+    us_per_stage: dict[str, float] = {}  # of the scheduler, by quantile ("0.50", "0.99")
+    stale_worker_results: int = 0
+    decode_errors: int = 0
 
 
 class Fatal(Message, frozen=True):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, EngineDeadError
-from depthbatch.common.messages import EngineInfo, FinishReason, TokenEvent
+from depthbatch.common.messages import EngineInfo, FinishReason, SchedulerStats, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.background import background, failure_of, panics_as_errors
 from depthbatch.frontend.engine_client import EngineClient
@@ -23,6 +23,7 @@ from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.live_requests import News
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.process_metrics import flat_stats
 from depthbatch.frontend.processes import Processes
 from depthbatch.frontend.prompts import Prompt, assembler_of, check_stop, describe, encode_prompt, load_model_tokenizer
 from depthbatch.frontend.tokenizer import Tokenizer
@@ -171,13 +172,17 @@ class AsyncEngine:
         return self._client.health(stall_s)
 
     async def stats(self) -> dict[str, float]:
-        """The scheduler's counters since its start. Raises EngineDeadError."""
+        """The scheduler's counters since its start, by name. Raises EngineDeadError."""
+        return flat_stats(await self.scheduler_stats())
+
+    async def scheduler_stats(self) -> SchedulerStats:
+        """The same as typed numbers."""
         self._client.ask_stats()
         self._after_send()
         while self._client.stats is None:
             self._raise_failure()
             await self._next_news()
-        return self._client.stats.values
+        return self._client.stats
 
     @property
     def failure(self) -> DepthbatchError | None:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, RequestError
+from depthbatch.common.messages import SchedulerStats
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
@@ -15,6 +16,7 @@ from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.live_requests import News
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, RequestOutput
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.process_metrics import flat_stats
 from depthbatch.frontend.prompts import Prompt, assembler_of, describe, encode_prompt, load_model_tokenizer
 
 Progress = Callable[[int, int], None]  # finished and total requests
@@ -98,13 +100,17 @@ class LLM:
         return self._client.health()
 
     def stats(self) -> dict[str, float]:
-        """The scheduler's counters since its start. Raises EngineDeadError."""
+        """The scheduler's counters since its start, by name. Raises EngineDeadError."""
+        return flat_stats(self.scheduler_stats())
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """The same as typed numbers."""
         self._client.ask_stats()
         while self._client.stats is None:
             self._pump(0.1)
             if self._client.failure is not None:
                 raise self._client.failure
-        return self._client.stats.values
+        return self._client.stats
 
     def close(self) -> None:
         self._grammars.close()

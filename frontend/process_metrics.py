@@ -1,88 +1,134 @@
-"""The counters of scheduler and worker as Prometheus text. Reads what they report under its final name; counts nothing.
+"""The counters of scheduler and worker as Prometheus metrics: the one home of their names. Counts nothing itself.
 
-SchedulerStats holds ``name{label="value"}`` -> number, names as in names.md without the prefix. Here each series
-gets its prefix, the process it comes from, a type and a help text.
+Names are those of docs/names.md, with the prefix and the process that each comes from.
 """
 
-import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from depthbatch.common.messages import SchedulerStats
+from depthbatch.common.stats import CoreStats, HistogramStats, StageStats
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.metrics import PREFIX
 
-
-class Described(NamedTuple):
-    """A metric of another process."""
-
-    kind: str  # "counter", "gauge", "histogram"
-    process: str
-    help: str
-
-
-METRICS = {
-    "num_requests_running": Described("gauge", "scheduler", "Sequences that hold a slot."),
-    "num_requests_waiting": Described("gauge", "scheduler", "Sequences that wait for a slot."),
-    "kv_cache_usage_perc": Described("gauge", "scheduler", "Share of the KV blocks in use, 0 to 1."),
-    "num_preemptions_total": Described("counter", "scheduler", "Sequences that lost their slot."),
-    "request_queue_time_seconds": Described("histogram", "scheduler", "Arrival at the scheduler to first prefill."),
-    "prefix_cache_queries_total": Described("counter", "scheduler", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits_total": Described("counter", "scheduler", "Prompt tokens found in the prefix cache."),
-    "admission_rejections_total": Described("counter", "scheduler", "Requests refused, by reason."),
-    "stage_batch_size": Described("histogram", "scheduler", "Rows of a stage."),
-    "stage_seconds_total": Described("counter", "scheduler", "Device time of a stage."),
-    "stage_steps_total": Described("counter", "scheduler", "Times a stage ran."),
-    "padded_rows_total": Described("counter", "scheduler", "Rows computed for nothing, to fill a bucket."),
-    "queue_length": Described("gauge", "scheduler", "Rows in a queue."),
-    "scheduler_stage_seconds_total": Described("counter", "scheduler", "Time of the scheduler's own loop, by verb."),
-    "lookahead_wasted_steps_total": Described("counter", "scheduler", "Rows run for requests that had ended."),
-    "stale_results_total": Described("counter", "scheduler", "Results of steps that were given up."),
-    "dropped_tokens_total": Described("counter", "scheduler", "Tokens sampled for requests that had ended."),
-    "worker_idle_seconds_total": Described(
-        "counter", "worker", "Device idle: no work, or work that the scheduler had not sent."
-    ),
-    "worker_busy_seconds_total": Described("counter", "worker", "Device busy."),
-    "decode_errors_total": Described("counter", "scheduler", "Bytes on a socket that were no message."),
-}
-
 # the frontend counts these itself, for every request it takes: one series a name is enough
 COUNTED_BY_FRONTEND = frozenset(
-    {"prompt_tokens_total", "generation_tokens_total", "request_success_total", "exit_depth"}
+    PREFIX + n for n in ("prompt_tokens", "generation_tokens", "request_success", "exit_depth")
 )
+UNEXPORTED = COUNTED_BY_FRONTEND | {PREFIX + "stale_worker_results", PREFIX + "scheduler_us_per_stage"}
 
-_KEY = re.compile(r"^([a-z_]+?)(_bucket|_count|_sum)?(?:\{(.*)\})?$")
-
-
-def process_metrics_text(stats: Mapping[str, float], health: EngineHealth) -> bytes:
-    """Exposition text of everything but the frontend's own registry."""
-    families: dict[str, list[str]] = {}
-    for key, value in stats.items():
-        found = _KEY.match(key)
-        if found is None:
-            continue
-        name, suffix, labels = found[1], found[2] or "", found[3]
-        if name not in METRICS or METRICS[name].kind != "histogram":
-            name, suffix = name + suffix, ""
-        if name not in METRICS or name in COUNTED_BY_FRONTEND:
-            continue
-        label = f'process="{METRICS[name].process}"' + (f",{labels}" if labels else "")
-        families.setdefault(name, []).append(f"{PREFIX}{name}{suffix}{{{label}}} {float(value)!r}")
-    lines: list[str] = []
-    for name, samples in families.items():
-        lines += [f"# HELP {PREFIX}{name} {METRICS[name].help}", f"# TYPE {PREFIX}{name} {METRICS[name].kind}"]
-        lines += [line for sample in samples for line in _with_inf(sample, samples)]
-    lines += [f"# HELP {PREFIX}process_restarts_total Times a process was started again."]
-    lines += [f"# TYPE {PREFIX}process_restarts_total counter"]
-    for process, state in health.processes.items():
-        lines.append(f'{PREFIX}process_restarts_total{{process="{process}"}} {float(state.restarts)!r}')
-    return ("\n".join(lines) + "\n").encode()
+T = TypeVar("T")
+Values = float | Mapping[str, float]  # one, or one for each value of a label
 
 
-def _with_inf(sample: str, samples: list[str]) -> list[str]:
-    """A histogram's count is also its last bucket, which Prometheus wants and the scheduler does not send."""
-    if "_count{" not in sample:
-        return [sample]
-    name, _, rest = sample.partition("_count{")
-    labels, _, value = rest.rpartition("} ")
-    infinite = f'{name}_bucket{{{labels},le="+Inf"}} {value}'
-    return [sample] if infinite in samples else [infinite, sample]
+class ProcessCollector:
+    """For a registry: what scheduler and worker last told, and how often each process was started again."""
+
+    def __init__(self, health: Callable[[], EngineHealth]) -> None:
+        self.stats: SchedulerStats | None = None
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        if self.stats is not None:
+            yield from (family for family in scheduler_families(self.stats) if family.name not in UNEXPORTED)
+        restarts = CounterMetricFamily(
+            PREFIX + "process_restarts", "Times a process was started again.", labels=["process"]
+        )
+        for process, state in self._health().processes.items():
+            restarts.add_metric([process], state.restarts)
+        yield restarts
+
+
+def flat_stats(stats: SchedulerStats) -> dict[str, float]:
+    """As one map of ``name{label="value"}``, without the prefix and the process: what the Python and ZMQ APIs give."""
+    out: dict[str, float] = {}
+    for family in scheduler_families(stats):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "process"}
+            if labels.get("le") == "+Inf":
+                continue  # the count
+            inner = ",".join(f'{name}="{value}"' for name, value in labels.items())
+            out[sample.name.removeprefix(PREFIX) + (f"{{{inner}}}" if inner else "")] = float(sample.value)
+    return out
+
+
+def scheduler_families(stats: SchedulerStats) -> Iterator[Metric]:
+    """Every family with a sample."""
+    if stats.core is not None:
+        yield from filter(lambda family: family.samples, _core_families(stats.core))
+    if stats.worker is not None:
+        idle = {"scheduler": stats.worker.idle_scheduler_s, "no_work": stats.worker.idle_no_work_s}
+        what = "Device idle: no work, or work that the scheduler had not sent."
+        yield _counter("worker_idle_seconds", what, idle, "cause", "worker")
+        yield _counter("worker_busy_seconds", "Device busy.", stats.worker.busy_s, process="worker")
+    yield _counter("scheduler_stage_seconds", "Time of the scheduler's own loop, by verb.", stats.verb_seconds, "verb")
+    if stats.us_per_stage:
+        yield _gauge("scheduler_us_per_stage", "The scheduler's own time a stage.", stats.us_per_stage, "quantile")
+    yield _counter("stale_worker_results", "Results of a worker that was replaced.", stats.stale_worker_results)
+    yield _counter("decode_errors", "Bytes on a socket that were no message.", stats.decode_errors)
+
+
+def _core_families(core: CoreStats) -> Iterator[Metric]:
+    yield _gauge("num_requests_running", "Sequences that hold a slot.", core.running)
+    yield _gauge("num_requests_waiting", "Sequences that wait for a slot.", core.waiting)
+    yield _gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", core.kv_usage)
+    yield _gauge("queue_length", "Rows in a queue.", core.queue_lengths, "queue")
+    yield _counter("prompt_tokens", "Prompt tokens of requests that were started.", core.prompt_tokens)
+    yield _counter("generation_tokens", "Tokens generated.", core.generation_tokens)
+    yield _counter("request_success", "Requests finished, by reason.", core.finished, "finished_reason")
+    yield _counter("admission_rejections", "Requests refused, by reason.", core.rejected, "reason")
+    yield _counter("num_preemptions", "Sequences that lost their slot.", core.preemptions)
+    yield _counter("lookahead_wasted_steps", "Rows run for requests that had ended.", core.lookahead_wasted_steps)
+    yield _counter("stale_results", "Results of steps that were given up.", core.stale_results)
+    yield _counter("dropped_tokens", "Tokens sampled for requests that had ended.", core.dropped_tokens)
+    if core.prefix_cache is not None:
+        cache = core.prefix_cache
+        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.queries)
+        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", cache.hits)
+    yield _histogram("request_queue_time_seconds", "Arrival at the scheduler to first prefill.", core.queue_time_s)
+    yield _histogram("exit_depth", "Loops an output token ran.", core.exit_depth)
+    yield from _stage_families(core.stages)
+
+
+def _stage_families(stages: Mapping[str, StageStats]) -> Iterator[Metric]:
+    steps = {stage: own.steps for stage, own in stages.items()}
+    seconds = {stage: own.seconds for stage, own in stages.items()}
+    padded = {stage: own.padded_rows for stage, own in stages.items()}
+    yield _counter("stage_steps", "Times a stage ran.", steps, "stage")
+    yield _counter("stage_seconds", "Device time of a stage.", seconds, "stage")
+    yield _counter("padded_rows", "Rows computed for nothing, to fill a bucket.", padded, "stage")
+    yield _histogram(
+        "stage_batch_size", "Rows of a stage.", {stage: own.rows for stage, own in stages.items()}, "stage"
+    )
+
+
+def _counter(name: str, text: str, values: Values, label: str = "", process: str = "scheduler") -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=["process", label] if label else ["process"])
+    for labels, value in _labelled(values, process):
+        family.add_metric(labels, value)
+    return family
+
+
+def _gauge(name: str, text: str, values: Values, label: str = "") -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=["process", label] if label else ["process"])
+    for labels, value in _labelled(values, "scheduler"):
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(name: str, text: str, values: HistogramStats | Mapping[str, HistogramStats], label: str = "") -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, text, labels=["process", label] if label else ["process"])
+    for labels, value in _labelled(values, "scheduler"):
+        buckets = [(str(bound), float(count)) for bound, count in zip(value.bounds, value.cumulative, strict=True)]
+        family.add_metric(labels, [*buckets, ("+Inf", float(value.count))], value.sum)
+    return family
+
+
+def _labelled(values: T | Mapping[str, T], process: str) -> Iterator[tuple[list[str], T]]:
+    """Values with their labels."""
+    if isinstance(values, Mapping):
+        yield from (([process, key], value) for key, value in values.items())
+    else:
+        yield [process], values

@@ -8,11 +8,13 @@ their own module.
 from collections.abc import Iterable
 from itertools import islice, repeat
 
+import msgspec
 import numpy as np
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import FinishReason, Rejected, StageResult, Submit, TokenEvent
+from depthbatch.common.stats import CoreStats, PrefixCacheStats
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.counters import Counters
@@ -135,17 +137,17 @@ class Scheduler:
         """When the oldest unanswered stage was dispatched."""
         return self._in_flight.oldest_dispatch_s()
 
-    def stats(self) -> dict[str, float]:
-        """Counters and gauges under the names of names.md."""
-        view, values = self.view, self.counters.values()
-        values["num_requests_running"] = self.num_running
-        values["num_requests_waiting"] = self.num_waiting
-        values["kv_cache_usage_perc"] = 1.0 - self.admission.blocks.free / self.config.usable_blocks
-        if (prefixes := self.admission.prefixes) is not None:
-            values |= {"prefix_cache_queries_total": prefixes.queries, "prefix_cache_hits_total": prefixes.hits}
-        for name in ("q_p", "q_d", "q_r", "q_c"):
-            values[f'queue_length{{queue="{name}"}}'] = getattr(view, name)
-        return values
+    def stats(self) -> CoreStats:
+        """Counters and gauges."""
+        view, prefixes = self.view, self.admission.prefixes
+        return msgspec.structs.replace(
+            self.counters.stats(),
+            running=self.num_running,
+            waiting=self.num_waiting,
+            kv_usage=1.0 - self.admission.blocks.free / self.config.usable_blocks,
+            queue_lengths={name: int(getattr(view, name)) for name in ("q_p", "q_d", "q_r", "q_c")},
+            prefix_cache=None if prefixes is None else PrefixCacheStats(prefixes.queries, prefixes.hits),
+        )
 
     def verify(self) -> None:
         """Full self-check: raises InvariantError unless every block, slot and row has exactly one owner."""

@@ -1,4 +1,4 @@
-"""Counters since start, under the names of names.md (without the prefix), labels in Prometheus notation."""
+"""What the core has counted since its start."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -9,6 +9,7 @@ import numpy as np
 
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import FinishReason, StageResult
+from depthbatch.common.stats import CoreStats, HistogramStats, StageStats
 from depthbatch.scheduler.requests import Request
 
 STAGES = tuple(Stage)
@@ -62,51 +63,32 @@ class Counters:
     def rejected(self, reason: str) -> None:
         self._rejected[reason] += 1
 
-    def values(self) -> dict[str, float]:
-        """All counters, flat."""
-        out: dict[str, float] = {
-            "prompt_tokens_total": self.prompt_tokens,
-            "generation_tokens_total": self.generation_tokens,
-            "num_preemptions_total": self.preemptions,
-            "lookahead_wasted_steps_total": self.lookahead_wasted_steps,
-            "stale_results_total": self.stale_results,
-            "dropped_tokens_total": self.dropped_tokens,
-        }
-        for reason, count in self._finished.items():
-            out[f'request_success_total{{finished_reason="{reason}"}}'] = count
-        for cause, count in self._rejected.items():
-            out[f'admission_rejections_total{{reason="{cause}"}}'] = count
-        sizes = np.arange(self._rows.shape[1])
-        for stage in STAGES:
-            label = f'{{stage="{stage.label}"}}'
-            rows = self._rows[stage]
-            out[f"stage_steps_total{label}"] = float(rows.sum())
-            out[f"stage_seconds_total{label}"] = self._seconds[stage]
-            out[f"padded_rows_total{label}"] = self._padded[stage]
-            out.update(_histogram("stage_batch_size", f'stage="{stage.label}"', rows, sizes))
-        for bound, count in zip(WAIT_BUCKETS_S, accumulate(self._waits), strict=False):
-            out[f'request_queue_time_seconds_bucket{{le="{bound}"}}'] = count
-        out["request_queue_time_seconds_count"] = sum(self._waits)
-        out["request_queue_time_seconds_sum"] = self._wait_sum_s
-        out.update(_histogram("exit_depth", "", self._depths, np.arange(self._depths.size)))
-        return out
+    def stats(self) -> CoreStats:
+        """All counters; what is a gauge is left out."""
+        waits = tuple(accumulate(self._waits))
+        return CoreStats(
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            preemptions=self.preemptions,
+            lookahead_wasted_steps=self.lookahead_wasted_steps,
+            stale_results=self.stale_results,
+            dropped_tokens=self.dropped_tokens,
+            finished={str(reason): count for reason, count in self._finished.items()},
+            rejected=dict(self._rejected),
+            stages={stage.label: self._stage(stage) for stage in STAGES},
+            queue_time_s=HistogramStats(WAIT_BUCKETS_S, waits[:-1], waits[-1], self._wait_sum_s),
+            exit_depth=_histogram(self._depths),
+        )
+
+    def _stage(self, stage: Stage) -> StageStats:
+        rows = self._rows[stage]
+        return StageStats(int(rows.sum()), self._seconds[stage], self._padded[stage], _histogram(rows))
 
 
-def _histogram(
-    name: str,
-    label: str,
-    counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-    values: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-) -> dict[str, float]:
-    """Cumulative buckets, count and sum; upper bounds are powers of two (all values when there are few)."""
-    out: dict[str, float] = {}
-    last = int(values[-1])
+def _histogram(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> HistogramStats:
+    """Of values 0, 1, ... that came ``counts`` times; bounds are powers of two (all values when there are few)."""
+    last = counts.size - 1
     bounds = range(1, last + 1) if last <= 16 else [1 << i for i in range(last.bit_length()) if 1 << i < last] + [last]
-    cumulative = np.cumsum(counts)
-    comma = f"{label}," if label else ""
-    for bound in bounds:
-        out[f'{name}_bucket{{{comma}le="{bound}"}}'] = float(cumulative[bound])
-    suffix = f"{{{label}}}" if label else ""
-    out[f"{name}_count{suffix}"] = float(cumulative[-1])
-    out[f"{name}_sum{suffix}"] = float((counts * values).sum())
-    return out
+    cumulative = np.cumsum(counts).tolist()
+    total = float((counts * np.arange(counts.size)).sum())
+    return HistogramStats(tuple(bounds), tuple(cumulative[bound] for bound in bounds), cumulative[-1], total)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from depthbatch.common.messages import EngineReady, Fatal, Message, Shutdown, TokenEvent, Tokens, WorkerHeartbeat
+from depthbatch.common.stats import WorkerStats
 from depthbatch.common.transport import Router
 from depthbatch.scheduler.stage_batch import ScheduledStage
 
@@ -102,11 +103,7 @@ class WorkerPeer:
         if self.peer is not None:
             self.link.send(self.peer, Shutdown())
 
-    def stats(self) -> dict[str, float]:
-        """Busy and idle seconds on the worker's own clock."""
-        values: dict[str, float] = {"stale_worker_results_total": self.stale_results}
-        if self._last is not None:
-            values["worker_busy_seconds_total"] = self._last.busy_s
-            values['worker_idle_seconds_total{cause="scheduler"}'] = self._last.idle_scheduler_s
-            values['worker_idle_seconds_total{cause="no_work"}'] = self._last.idle_no_work_s
-        return values
+    def stats(self) -> WorkerStats | None:
+        """None until it has told."""
+        last = self._last
+        return None if last is None else WorkerStats(last.busy_s, last.idle_scheduler_s, last.idle_no_work_s)

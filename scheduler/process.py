@@ -223,7 +223,7 @@ class SchedulerProcess:
                     message = "scheduler and frontend are of different versions; the frontend has to be started again"
                     self.frontends.send(received.peer, Fatal("scheduler", message, other_version=True))
             case GetStats():
-                self.frontends.send(received.peer, SchedulerStats(self.stats()))
+                self.frontends.send(received.peer, self.stats())
             case Shutdown(drain):
                 if not drain:
                     raise Stopped(0)
@@ -244,16 +244,17 @@ class SchedulerProcess:
 
     # --- figures
 
-    def stats(self) -> dict[str, float]:
-        """Counters and gauges of the core, this process and the worker, under the names of names.md."""
-        values = self.core.stats() if self.core is not None else {}
-        values |= {f'scheduler_stage_seconds_total{{verb="{verb}"}}': s for verb, s in self._verb_seconds.items()}
-        for quantile in (50, 99) if self._stage_us else ():
-            value = float(np.percentile(self._stage_us, quantile))
-            values[f'scheduler_us_per_stage{{quantile="0.{quantile}"}}'] = value
-        values |= self.worker.stats()
-        values["decode_errors_total"] = self.frontends.link.decode_errors + self.worker.link.decode_errors
-        return values
+    def stats(self) -> SchedulerStats:
+        """Of the core, this process and the worker."""
+        quantiles = (50, 99) if self._stage_us else ()
+        return SchedulerStats(
+            core=None if self.core is None else self.core.stats(),
+            worker=self.worker.stats(),
+            verb_seconds=dict(self._verb_seconds),
+            us_per_stage={f"0.{q}": float(np.percentile(self._stage_us, q)) for q in quantiles},
+            stale_worker_results=self.worker.stale_results,
+            decode_errors=self.frontends.link.decode_errors + self.worker.link.decode_errors,
+        )
 
     def _heartbeat(self, now: float) -> SchedulerHeartbeat:
         steps = running = waiting = 0

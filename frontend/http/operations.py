@@ -31,7 +31,7 @@ from depthbatch.frontend.http.schemas import (
     VersionAnswer,
 )
 from depthbatch.frontend.metrics import FrontendMetrics
-from depthbatch.frontend.process_metrics import process_metrics_text
+from depthbatch.frontend.process_metrics import ProcessCollector
 
 STATS_WAIT_S = 0.5  # a scheduler that does not answer in time is reported with the numbers it gave last
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,7 +51,8 @@ class EngineProbe:
         self._engine = engine
         self._metrics = metrics
         self._stall_s = stall_s
-        self._last_stats: dict[str, float] = {}
+        self._processes = ProcessCollector(lambda: engine.health(stall_s))
+        metrics.registry.register(self._processes)
 
     def health(self) -> HealthAnswer:
         health = self._engine.health(self._stall_s)
@@ -62,11 +63,10 @@ class EngineProbe:
         """Everything that one scrape gets."""
         try:
             async with asyncio.timeout(STATS_WAIT_S):
-                self._last_stats = await self._engine.stats()
+                self._processes.stats = await self._engine.scheduler_stats()
         except (TimeoutError, EngineDeadError):
             pass
-        own = generate_latest(self._metrics.registry)
-        return own + process_metrics_text(self._last_stats, self._engine.health(self._stall_s))
+        return generate_latest(self._metrics.registry)
 
 
 def routes(service: Service, probe: Probe) -> APIRouter:

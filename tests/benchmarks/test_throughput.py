@@ -12,25 +12,25 @@ from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
 from depthbatch.benchmarks.throughput import PolicyChoice, add_throughput_arguments, fitting, run_throughput
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.messages import SchedulerStats
+from depthbatch.common.stats import CoreStats, HistogramStats, StageStats, WorkerStats
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.device_profile import StageFlops
 
 FLOPS = StageFlops(core=3.0, boundary=2.0)
 
 
-def counters(prefill_s: float, codas: int, rows: int, depth_sum: int, prefilled: int) -> dict[str, float]:
-    return {
-        'stage_steps_total{stage="coda"}': codas,
-        'stage_batch_size_sum{stage="coda"}': rows,
-        'stage_seconds_total{stage="prefill"}': prefill_s,
-        "exit_depth_count": rows + prefilled,
-        "exit_depth_sum": depth_sum + 4 * prefilled,
-        "generation_tokens_total": rows + prefilled,
-        'request_success_total{finished_reason="length"}': prefilled,
-        'worker_idle_seconds_total{cause="scheduler"}': 0.5,
-        'scheduler_stage_seconds_total{verb="schedule"}': 1e-4 * codas,
-        'scheduler_us_per_stage{quantile="0.50"}': 40.0,
-    }
+def counters(prefill_s: float, codas: int, rows: int, depth_sum: int, prefilled: int) -> SchedulerStats:
+    core = CoreStats(
+        generation_tokens=rows + prefilled,
+        finished={"length": prefilled},
+        stages={
+            "prefill": StageStats(seconds=prefill_s),
+            "coda": StageStats(steps=codas, rows=HistogramStats(count=codas, sum=rows)),
+        },
+        exit_depth=HistogramStats(count=rows + prefilled, sum=depth_sum + 4 * prefilled),
+    )
+    return SchedulerStats(core, WorkerStats(0.0, 0.5, 0.0), {"schedule": 1e-4 * codas}, {"0.50": 40.0})
 
 
 def test_record_is_the_difference_of_two_readings() -> None:
@@ -46,8 +46,8 @@ def test_record_is_the_difference_of_two_readings() -> None:
 
 
 def test_bounds_are_equations_one_and_two() -> None:
-    record = make_record(Setting("refill", 8, 1, 4), {}, counters(2.0, 1, 200, 500, 40), 10.0, FLOPS)
-    baseline = make_record(Setting("cb", 8, None, 4), {}, counters(4.0, 1, 200, 800, 40), 16.0, FLOPS)
+    record = make_record(Setting("refill", 8, 1, 4), SchedulerStats(), counters(2.0, 1, 200, 500, 40), 10.0, FLOPS)
+    baseline = make_record(Setting("cb", 8, None, 4), SchedulerStats(), counters(4.0, 1, 200, 800, 40), 16.0, FLOPS)
     record.compare_with(baseline)
     s_dec = (2 + 4 * 3) / (2 + 2.5 * 3)
     assert record.s_dec == pytest.approx(s_dec) == decode_speedup(FLOPS, 4, 2.5)

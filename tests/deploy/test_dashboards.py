@@ -4,13 +4,16 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import yaml
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from depthbatch.common.messages import SchedulerStats
+from depthbatch.common.stats import PrefixCacheStats, WorkerStats
 from depthbatch.frontend.health import EngineHealth, ProcessHealth
 from depthbatch.frontend.metrics import FrontendMetrics
-from depthbatch.frontend.process_metrics import METRICS, process_metrics_text
+from depthbatch.frontend.process_metrics import UNEXPORTED, ProcessCollector, flat_stats, scheduler_families
 from depthbatch.scheduler.counters import Counters
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -27,7 +30,25 @@ def exported() -> set[str]:
     names = {
         SUFFIX.sub("", sample.name) for family in _families(generate_latest(own.registry)) for sample in family.samples
     }
-    return names | {f"depthbatch:{name}" for name in METRICS} | {"depthbatch:process_restarts_total"}
+    return names | {SUFFIX.sub("", sample.name) for family in told(full_stats()).collect() for sample in family.samples}
+
+
+def full_stats() -> SchedulerStats:
+    """Of an engine that has done everything once."""
+    counters = Counters(width=8, r_max=4)
+    counters.rejected("prompt")
+    core = msgspec.structs.replace(
+        counters.stats(), queue_lengths={"q_p": 0}, prefix_cache=PrefixCacheStats(queries=3, hits=1)
+    )
+    return SchedulerStats(core, WorkerStats(1.0, 2.0, 3.0), {"schedule": 0.5}, {"0.50": 40.0})
+
+
+def told(stats: SchedulerStats) -> ProcessCollector:
+    """What a scrape joins to the frontend's own figures."""
+    health = EngineHealth("ok", {"worker": ProcessHealth(1, "running", 0, 0.0, 3)})
+    collector = ProcessCollector(lambda: health)
+    collector.stats = stats
+    return collector
 
 
 def _families(text: bytes) -> list:
@@ -60,18 +81,13 @@ def test_alert_rules_use_exported_names() -> None:
 def test_scheduler_counters_become_valid_exposition() -> None:
     """What the scheduler's counters are called is what the join knows: nothing of theirs is dropped but what the
     frontend counts itself, labels and buckets survive, and the result parses."""
-    counters = Counters(width=8, r_max=4)
-    values = counters.values()
-    health = EngineHealth("ok", {"worker": ProcessHealth(1, "running", 0, 0.0, 3)})
-    families = {family.name: family for family in _families(process_metrics_text(values, health))}
-    dropped = {
-        "depthbatch:prompt_tokens",
-        "depthbatch:generation_tokens",
-        "depthbatch:request_success",
-        "depthbatch:exit_depth",
-    }
-    wanted = {re.sub(r"_total$", "", SUFFIX.sub("", "depthbatch:" + key.partition("{")[0])) for key in values}
-    assert set(families) == (wanted - dropped) | {"depthbatch:process_restarts"}
+    stats = full_stats()
+    registry = CollectorRegistry()
+    registry.register(told(stats))
+    families = {family.name: family for family in _families(generate_latest(registry))}
+    wanted = {family.name for family in scheduler_families(stats)}
+    assert set(families) == (wanted - UNEXPORTED) | {"depthbatch:process_restarts"}
+    assert wanted > UNEXPORTED and len(wanted) == 26
     sizes = families["depthbatch:stage_batch_size"]
     assert sizes.type == "histogram"
     stages = {sample.labels["stage"] for sample in sizes.samples}
@@ -79,6 +95,8 @@ def test_scheduler_counters_become_valid_exposition() -> None:
     infinite = [sample for sample in sizes.samples if sample.labels.get("le") == "+Inf"]
     assert len(infinite) == len(stages)
     assert families["depthbatch:request_queue_time_seconds"].type == "histogram"
+    idle = {sample.labels["cause"]: sample.value for sample in families["depthbatch:worker_idle_seconds"].samples}
+    assert idle == {"scheduler": 2.0, "no_work": 3.0}
     restarts = families["depthbatch:process_restarts"].samples[0]
     assert restarts.labels == {"process": "worker"} and restarts.value == 3
 
@@ -88,3 +106,19 @@ def test_page_of_names_lists_what_is_exported() -> None:
     page = (DEPLOY.parent / "docs" / "names.md").read_text().split("## Prometheus\n")[1].split("\n## ")[0]
     listed = {f"depthbatch:{name}" for name in re.findall(r"^\| `(\w+)` ", page, re.MULTILINE)}
     assert listed == exported()
+
+
+def test_flat_names_are_those_of_the_apis() -> None:
+    """LLM.stats() and the native API give the same figures as one map: without the prefix, the process and the bucket
+    that only repeats the count. These names are public."""
+    values = flat_stats(full_stats())
+    assert values['worker_idle_seconds_total{cause="no_work"}'] == 3.0
+    assert values['scheduler_stage_seconds_total{verb="schedule"}'] == 0.5
+    assert values['scheduler_us_per_stage{quantile="0.50"}'] == 40.0
+    assert values['admission_rejections_total{reason="prompt"}'] == 1.0
+    names = {name.partition("{")[0] for name in values}
+    assert {"prefix_cache_hits_total", "num_requests_running", "kv_cache_usage_perc", "decode_errors_total"} < names
+    buckets = [name for name in values if name.startswith("stage_batch_size_bucket") and "core" in name]
+    assert buckets == [f'stage_batch_size_bucket{{stage="core",le="{bound}"}}' for bound in range(1, 9)]
+    assert values['stage_batch_size_count{stage="core"}'] == values["exit_depth_sum"] == 0.0
+    assert 'request_queue_time_seconds_bucket{le="1.0"}' in values and not any("Inf" in name for name in values)

@@ -153,7 +153,7 @@ def test_overlapped_runner_tells_of_a_grammar_that_fails(model: Path) -> None:
     submits = [Submit(i, np.array(p, np.int32).tobytes(), params) for i, (p, params) in enumerate(requests)]
     got, _ = serve(scheduler, runner, submits)
     good = engine(model, "last_exited").run(constrained_requests())
-    assert len(got[0][0]) == 6 and scheduler.stats()['request_success_total{finished_reason="error"}'] == 1
+    assert len(got[0][0]) == 6 and scheduler.stats().finished["error"] == 1
     assert [got[index][0] for index in range(1, 7)] == [answer.tokens for answer in good[1:]]
 
 

@@ -38,6 +38,7 @@ from depthbatch.common.messages import (
     WorkerReady,
 )
 from depthbatch.common.os_process import die_with_parent
+from depthbatch.common.stats import CoreStats
 from depthbatch.common.transport import Dealer, Router, endpoint
 
 STEP_S = 0.002
@@ -74,7 +75,7 @@ class FakeScheduler:
         self.info: EngineInfo | None = None
         self.clients: set[bytes] = set()
         self.running: dict[int, tuple[bytes, Submit, list[int], int]] = {}
-        self.seen = {"submits": 0.0, "aborts": 0.0, "resubmits": 0.0}
+        self.prompt_tokens = 0
         self.steps = 0
 
     def run(self) -> None:
@@ -113,19 +114,17 @@ class FakeScheduler:
                 for submit in requests:
                     self.submit(peer, submit)
             case Abort(request_id):
-                self.seen["aborts"] += 1
                 if self.running.pop(request_id, None) is not None:
                     self.router.send(peer, Tokens((TokenEvent(request_id, (), (), "abort"),)))
             case GetStats():
-                values = {**self.seen, "num_running": float(len(self.running))}
-                self.router.send(peer, SchedulerStats(values))
+                core = CoreStats(prompt_tokens=self.prompt_tokens, running=len(self.running))
+                self.router.send(peer, SchedulerStats(core))
             case Shutdown():
                 sys.exit(0)
 
     def submit(self, peer: bytes, message: Submit) -> None:
         prompt = np.frombuffer(message.prompt, np.int32).tolist()
-        self.seen["submits"] += 1
-        self.seen["resubmits"] += bool(message.generated)
+        self.prompt_tokens += len(prompt)
         if len(prompt) == REJECTED_PROMPT:
             self.router.send(peer, Rejected(message.request_id, "needs 9 KV blocks, the cache has 8", "prompt"))
             return

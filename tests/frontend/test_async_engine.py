@@ -47,7 +47,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 async def wait_until_idle(engine: AsyncEngine) -> None:
     for _ in range(50):
-        if (await engine.stats())["num_running"] == 0:
+        if (await engine.stats())["num_requests_running"] == 0:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("a request still runs")

@@ -91,7 +91,7 @@ def test_stop_string_aborts_in_the_engine(llm: LLM) -> None:
 def wait_until_idle(llm: LLM) -> None:
     """The fake engine's own count of running requests reaches 0 long before any of them could finish by itself."""
     for _ in range(50):
-        if llm.stats()["num_running"] == 0:
+        if llm.stats()["num_requests_running"] == 0:
             return
         time.sleep(0.01)
     raise AssertionError("a request still runs")
@@ -100,7 +100,7 @@ def wait_until_idle(llm: LLM) -> None:
 def test_giving_up_a_stream_aborts(llm: LLM) -> None:
     stream = llm.stream([[3], [4]], SamplingParams(max_tokens=500))
     assert [next(stream) for _ in range(5)]
-    assert llm.stats()["num_running"] == 2
+    assert llm.stats()["num_requests_running"] == 2
     stream.close()  # type: ignore[attr-defined]
     wait_until_idle(llm)
 
@@ -125,14 +125,14 @@ def test_timeout(llm: LLM) -> None:
 
 def test_bad_requests_leave_nothing_running(llm: LLM) -> None:
     """All prompts are checked before any is submitted; a refusal by the scheduler ends the others."""
-    submits = llm.stats()["submits"]
+    submitted = llm.stats()["prompt_tokens_total"]
     good = [[1], "text"]
     for bad in ([9999], [], ["x"], "\ud800", [1.5]):
         with pytest.raises(RequestError):
             llm.generate([*good, bad], SamplingParams(max_tokens=400))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="2 prompts but 1 params"):
         llm.generate([[1], [2]], [SamplingParams()])
-    assert llm.stats()["submits"] == submits
+    assert llm.stats()["prompt_tokens_total"] == submitted
     with pytest.raises(RequestError, match="needs 9 KV blocks"):
         llm.generate([[1], [1] * REJECTED_PROMPT], SamplingParams(max_tokens=400))
     wait_until_idle(llm)

@@ -60,7 +60,7 @@ def test_session(address: str) -> None:
         assert all(len(piece["token_ids"]) == len(piece["exit_depths"]) for piece in pieces)
         assert (last["type"], last["finish_reason"]) == ("finished", "length")
         assert client.ask("health")["status"] == "ok"
-        assert client.ask("stats")["values"]["submits"] == 1
+        assert client.ask("stats")["values"]["prompt_tokens_total"] == 1
         with pytest.raises(RuntimeError, match="max_tokens"):
             list(client.generate([7], max_tokens=0))
         client.close()
@@ -189,10 +189,10 @@ def test_client_that_goes_away_frees_the_slot(address: str) -> None:
         leaver, observer = Client(address), Client(address)
         leaver.send(verb="submit", id=1, prompt=[1], params={"max_tokens": 500})
         leaver.receive()
-        assert observer.ask("stats")["values"]["num_running"] == 1
+        assert observer.ask("stats")["values"]["num_requests_running"] == 1
         leaver.close()
         for _ in range(50):
-            if observer.ask("stats")["values"]["num_running"] == 0:
+            if observer.ask("stats")["values"]["num_requests_running"] == 0:
                 break
             time.sleep(0.01)
         else:

@@ -13,6 +13,7 @@ from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams, Submit
+from depthbatch.common.stats import PrefixCacheStats
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import PrefixCachingPool, prefix_keys
 from fakes.paged_lockstep import Lockstep
@@ -158,13 +159,13 @@ def test_a_prompt_starts_behind_the_blocks_it_shares() -> None:
     harness = serve(CONFIG, request(0, [*shared, 20]), request(1, [*shared, 30, 31]), request(2, shared))
     assert harness.worker.adopted == 8 + 4
     stats = harness.scheduler.stats()
-    assert stats["prefix_cache_hits_total"] == 12 and stats["prefix_cache_queries_total"] == 9 + 10 + 8
-    assert stats["prompt_tokens_total"] == 9 + 2 + 4
+    assert stats.prefix_cache == PrefixCacheStats(queries=9 + 10 + 8, hits=12)
+    assert stats.prompt_tokens == 9 + 2 + 4
 
 
 def test_without_the_option_nothing_is_shared() -> None:
     harness = serve(replace(CONFIG, prefix_caching=False), request(0, list(range(9))), request(1, list(range(9))))
-    assert harness.worker.adopted == 0 and "prefix_cache_hits_total" not in harness.scheduler.stats()
+    assert harness.worker.adopted == 0 and harness.scheduler.stats().prefix_cache is None
 
 
 @pytest.mark.parametrize("field", [{"presence_penalty": 0.5}, {"prompt_logprobs": True}])

@@ -233,17 +233,19 @@ def test_requests_are_served_and_figures_kept(engine: Engine) -> None:
     assert (beat.worker_pid, beat.num_running, beat.num_waiting, beat.oldest_work_age_s) == (1, 0, 0, 0.0)
     frontend.link.send(GetStats())
     frontend.until(lambda: frontend.of(SchedulerStats))
-    values = frontend.of(SchedulerStats)[-1].values
-    assert values["generation_tokens_total"] == 20 * 12
-    assert values['request_success_total{finished_reason="length"}'] == 20
-    assert values['admission_rejections_total{reason="prompt"}'] == 1
-    assert values["worker_busy_seconds_total"] == 1.5 and values['worker_idle_seconds_total{cause="no_work"}'] == 0.5
+    stats = frontend.of(SchedulerStats)[-1]
+    core, told = stats.core, stats.worker
+    assert core is not None and told is not None
+    assert core.generation_tokens == 20 * 12
+    assert core.finished["length"] == 20
+    assert core.rejected["prompt"] == 1
+    assert told.busy_s == 1.5 and told.idle_no_work_s == 0.5
     for verb in ("receive", "complete", "schedule", "dispatch", "publish"):
-        assert values[f'scheduler_stage_seconds_total{{verb="{verb}"}}'] > 0
+        assert stats.verb_seconds[verb] > 0
     for stage in Stage:
-        assert values[f'stage_steps_total{{stage="{stage.label}"}}'] > 0
-        assert values[f'stage_seconds_total{{stage="{stage.label}"}}'] > 0
-    assert sum(values[f'stage_steps_total{{stage="{s.label}"}}'] for s in Stage) == worker.stages == beat.steps
+        assert core.stages[stage.label].steps > 0
+        assert core.stages[stage.label].seconds > 0
+    assert sum(stage.steps for stage in core.stages.values()) == worker.stages == beat.steps
     assert worker.error is None
 
 
@@ -317,11 +319,7 @@ def test_noise_on_both_sockets_is_counted_and_dropped(engine: Engine) -> None:
     def counted() -> bool:
         frontend.link.send(GetStats())
         stats = frontend.of(SchedulerStats)
-        return (
-            bool(stats)
-            and stats[-1].values["decode_errors_total"] == 80
-            and stats[-1].values["stale_worker_results_total"] == 1
-        )
+        return bool(stats) and stats[-1].decode_errors == 80 and stats[-1].stale_worker_results == 1
 
     frontend.until(counted)
     stranger.close()

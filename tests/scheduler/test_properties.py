@@ -94,8 +94,8 @@ def test_any_interleaving_ends_with_every_request_answered_once(data: st.DataObj
             assert answer.finish_reason == "abort"
         else:
             assert (count, answer.finish_reason) == (len(expected.tokens), expected.finish_reason)
-    values = harness.scheduler.stats()
-    assert values["kv_cache_usage_perc"] == 0.0 and values["num_requests_running"] == 0
+    stats = harness.scheduler.stats()
+    assert stats.kv_usage == 0.0 and stats.running == 0
 
 
 @settings(QUICK, max_examples=60)

@@ -14,8 +14,8 @@ def test_waits_are_booked_once() -> None:
     early, late, unknown = (SimpleNamespace(arrived_s=arrived_s) for arrived_s in (9.9, 7.5, None))
     counters.waited([early, late, unknown], 10.0)
     counters.waited([early, late, unknown], 99.0)
-    values = counters.values()
-    assert values["request_queue_time_seconds_count"] == 2
-    assert values["request_queue_time_seconds_sum"] == pytest.approx(2.6)
-    buckets = [values[f'request_queue_time_seconds_bucket{{le="{bound}"}}'] for bound in (0.05, 0.3, 2.0, 2.5, 240.0)]
-    assert buckets == [0, 1, 1, 2, 2]
+    waits = counters.stats().queue_time_s
+    assert waits.count == 2
+    assert waits.sum == pytest.approx(2.6)
+    buckets = dict(zip(waits.bounds, waits.cumulative, strict=True))
+    assert [buckets[bound] for bound in (0.05, 0.3, 2.0, 2.5, 240.0)] == [0, 1, 1, 2, 2]
