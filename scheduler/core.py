@@ -205,15 +205,13 @@ class Scheduler:
         if step.brings_logprobs:
             rows = split_rows(result.logprobs, len(tokens))
             logprobs = [row if r and r.params.logprobs else b"" for r, row in zip(step.requests, rows, strict=True)]
-        failed = {failure.row: failure.reason for failure in result.failed}
-        sampled = zip(step.requests, tokens, step.depths, logprobs, strict=False)
-        for row, (request, token, depth, token_logprobs) in enumerate(sampled):
+        for failure in result.failed:
+            failed = step.requests[failure.row]
+            if failed is not None and failed.state is not State.DONE:
+                self._requests.end(failed, FinishReason.ERROR, failure=failure.reason)
+        for request, token, depth, token_logprobs in zip(step.requests, tokens, step.depths, logprobs, strict=False):
             if request is None or request.state is State.DONE:
                 dropped += 1
-                continue
-            if row in failed:
-                dropped += 1
-                self._requests.end(request, FinishReason.ERROR, failure=failed[row])
                 continue
             output = request.output
             output.append(token)
@@ -225,7 +223,8 @@ class Scheduler:
                     continue
             cuts = cuts_to_remember(request) if len(output) == 1 else b""
             events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=token_logprobs, cuts=cuts))
-            self._requests.settle(request)
+        if self._requests.unsettled:
+            self._requests.settle(step.requests)
         self.counters.dropped_tokens += dropped
         self.counters.generation_tokens += len(tokens) - dropped
         pairs = zip(step.requests, step.depths, strict=True)

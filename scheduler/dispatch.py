@@ -149,15 +149,8 @@ class Dispatch:
         """Record and frame of a decode stage, of rows at their present positions."""
         bucket = self._bucket_of[slots.size]
         frame = decode_frame(slots, self._rows.position.take(slots), aux, bucket)
-        header = StageBatch(
-            self._take_step_id(),
-            stage,
-            bucket,
-            slots.size,
-            variant=variant,
-            after_no_work=self.nothing_ran,
-            extra=extra,
-        )
+        step_id, no_work = self._take_step_id(), self.nothing_ran
+        header = StageBatch(step_id, stage, bucket, slots.size, variant=variant, after_no_work=no_work, extra=extra)
         return InFlightStep(header, stage, slots, now), frame
 
     def _send(self, step: InFlightStep, frame: Int32Array, params: Int32Array | None = None) -> ScheduledStage:

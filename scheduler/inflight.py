@@ -39,7 +39,7 @@ class InFlightStep:
     @property
     def brings_logprobs(self) -> bool:
         """Its tokens come with logprobs."""
-        return bool(self.header.variant & Variant.LOGPROBS)
+        return Variant.LOGPROBS in self.header.variant
 
 
 class InFlight:

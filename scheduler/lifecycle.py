@@ -7,6 +7,8 @@
 A request may end from any state.
 """
 
+from collections.abc import Iterable
+
 from depthbatch.common.messages import FinishReason, TokenEvent
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.counters import Counters
@@ -82,10 +84,11 @@ class Lifecycle:
         if request.pending:
             self._unsettled[request.request_id] = request
 
-    def settle(self, request: Request) -> None:
-        """A token of a request has come."""
-        if self._unsettled and request.pending == 0:
-            self._unsettled.pop(request.request_id, None)
+    def settle(self, requests: Iterable[Request | None]) -> None:
+        """Tokens of these requests have come."""
+        for request in requests:
+            if request is not None and request.pending == 0:
+                self._unsettled.pop(request.request_id, None)
 
     def lose_worker(self) -> None:
         """Every request that held a slot, or had its last token in flight, waits to be rebuilt."""
