@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from depthbatch.common.errors import ModelError
 from depthbatch.training.demo_tokenizer import END_OF_TEXT, IM_END, save_tokenizer
 from depthbatch.training.huginn import HuginnSize, HuginnTrainer
 from depthbatch.training.ouro import OuroSize, OuroTrainer
+from depthbatch.worker.models.checkpoint import Checkpoint, CheckpointSource, check_names_and_shapes
+from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.loader import ModelDir, open_model_dir, read_spec
 
 DEMO_THRESHOLD = 0.95
 DEMO_HUGINN_THRESHOLD = 0.5
@@ -90,76 +92,57 @@ def export(model: OuroTrainer | HuginnTrainer, directory: Path) -> None:
     save_tokenizer(directory, positions)
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return config
+def _open(name: str, family: str) -> ModelDir:
+    """A checked model directory of a family. Raises ModelError."""
+    model_dir = open_model_dir(name)
+    if model_dir.family.name != family:
+        wanted = "exit gates need an Ouro model" if family == "ouro" else "not a Huginn model"
+        raise ModelError(f"{model_dir.path} is a {model_dir.config.values.get('model_type')!r} model; {wanted}")
+    read_spec(name)
+    return model_dir
 
 
-def _size_of(size_class: type[Size], config: dict[str, Any], path: Path) -> Size:
+def _sizes(size_class: type[Size], config: ConfigReader) -> Size:
+    """The fields that a config has; the others keep their defaults."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(size_class):
-        if field.name in config:
-            fields[field.name] = config[field.name]
+        if field.name in ("rope_theta", "rope_base"):
+            fields[field.name] = config.rope_base(field.name)
+        elif config.has(field.name):
+            fields[field.name] = config.number(field.name) if field.type == "float" else config.values[field.name]
         elif field.default is dataclasses.MISSING:
-            raise ModelError(f"{path / 'config.json'} lacks {field.name}")
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope and size_class is OuroSize:
-        fields["rope_theta"] = rope["rope_theta"]
+            raise config.fail(f"missing field '{field.name}'")
     return size_class(**fields)
 
 
-def _load_weights(model: nn.Module, directory: Path) -> None:
-    files = sorted(directory.glob("model*.safetensors"))
-    if not files:
-        raise ModelError(f"{directory} holds no model*.safetensors")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read {file}: {error}") from None
-    wanted = model.state_dict()
-    for name, value in wanted.items():
-        if name not in tensors:
-            raise ModelError(f"{directory} lacks the tensor {name}")
-        if tensors[name].shape != value.shape:
-            raise ModelError(f"{name} in {directory} is {list(tensors[name].shape)}, expected {list(value.shape)}")
-    model.load_state_dict({name: tensors[name] for name in wanted})
+def _load_weights(model: nn.Module, model_dir: ModelDir) -> None:
+    """Checked as the engine checks them; fp32."""
+    checkpoint = Checkpoint(model_dir.path)
+    check_names_and_shapes(checkpoint, model_dir.family.tensors(model_dir.config))
+    source = CheckpointSource(checkpoint, torch.float32, torch.device("cpu"))
+    model.load_state_dict({name: source.take(name) for name in model.state_dict()})
 
 
-def load_ouro(directory: Path) -> OuroTrainer:
-    """Load an Ouro model directory in fp32.
+def load_ouro(name: str | Path) -> OuroTrainer:
+    """An Ouro model directory, by path or name, in fp32.
 
-    Raises:
-        ModelError: the directory is missing, incomplete, inconsistent or another architecture.
+    Raises ModelError when it is missing, incomplete, inconsistent, another architecture, or has grouped-query attention.
     """
-    config = _read_config(directory)
-    if config.get("model_type") != "ouro":
-        raise ModelError(f"{directory} is a {config.get('model_type')!r} model; exit gates need an Ouro model")
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(heads, int) and isinstance(width, int):
-        if config.get("num_key_value_heads", heads) != heads:
-            raise ModelError(f"{directory}: grouped-query attention is not supported")
-        if config.get("head_dim", width // heads) * heads != width:
-            raise ModelError(f"{directory}: head_dim times heads is not hidden_size")
-    model = OuroTrainer(_size_of(OuroSize, config, directory))
-    _load_weights(model, directory)
+    model_dir = _open(str(name), "ouro")
+    config = model_dir.config
+    heads, width = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if config.values.get("num_key_value_heads", heads) != heads:
+        raise ModelError(f"{model_dir.path}: grouped-query attention is not supported")
+    if config.values.get("head_dim", width // heads) * heads != width:
+        raise ModelError(f"{model_dir.path}: head_dim times heads is not hidden_size")
+    model = OuroTrainer(_sizes(OuroSize, config))
+    _load_weights(model, model_dir)
     return model
 
 
-def load_huginn(directory: Path) -> HuginnTrainer:
-    """Load a Huginn model directory in fp32; errors as for `load_ouro`."""
-    config = _read_config(directory)
-    if config.get("model_type") != "huginn_raven":
-        raise ModelError(f"{directory} is a {config.get('model_type')!r} model, not a Huginn model")
-    model = HuginnTrainer(_size_of(HuginnSize, config, directory))
-    _load_weights(model, directory)
+def load_huginn(name: str | Path) -> HuginnTrainer:
+    """A Huginn model directory, by path or name, in fp32; errors as for ``load_ouro``."""
+    model_dir = _open(str(name), "huginn")
+    model = HuginnTrainer(_sizes(HuginnSize, model_dir.config))
+    _load_weights(model, model_dir)
     return model

@@ -11,29 +11,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from depthbatch.common.errors import ConfigError, ModelError
+from depthbatch.common.errors import ConfigError
 from depthbatch.training.train_gate import TokenRow
 
 Encode = Callable[[str], list[int]]
-
-
-def tokenizer_of(model: Path) -> Encode:
-    """The model directory's tokenizer, without special tokens and without remote code.
-
-    The result raises ModelError on first use when the directory has no tokenizer.
-    """
-    loaded: list[Any] = []
-
-    def encode(text: str) -> list[int]:
-        if not loaded:
-            if not (model / "tokenizer.json").exists():
-                raise ModelError(f"{model} has no tokenizer.json; give the data as JSONL with token_ids")
-            from transformers import AutoTokenizer
-
-            loaded.append(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
-        return list(loaded[0].encode(text, add_special_tokens=False))
-
-    return encode
 
 
 def _row(value: Any, encode: Encode, where: str) -> TokenRow:

@@ -200,16 +200,3 @@ def save_gate(fit: GateFit, kind: str, path: Path) -> None:
     save_file(tensors, partial, metadata={"format": "pt", "kind": kind})
     partial.chmod(0o644)
     os.replace(partial, path)
-
-
-def lookahead_hazards(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Hazards by loop of the lookahead gate from states [R, N, D]: 0 at loop 1, then the head's; [R, N]."""
-    ahead = torch.sigmoid(F.linear(states[:-1].float(), weight, bias)[..., 0])
-    return torch.cat((torch.zeros_like(ahead[:1]), ahead))
-
-
-def preloop_hazards(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Hazards by loop that give the pre-loop gate's distribution from embeddings [N, D]; [R, N]."""
-    p = preloop_log_probabilities(embedding.float(), weight, bias).exp()
-    survival = 1 - torch.cat((torch.zeros_like(p[:1]), p.cumsum(0)[:-1]))
-    return (p / survival.clamp_min(1e-9)).clamp(0, 1)

@@ -39,8 +39,8 @@ COMMANDS = {
     "info": Command("depthbatch.deploy.cli.info", "info", "what a model is, and how much of it fits"),
     "serve": Command("depthbatch.deploy.cli.serve", "serve", "run the server in the foreground"),
     "chat": Command("depthbatch.deploy.cli.chat", "chat", "interactive chat"),
-    "train-demo": Command("depthbatch.training.commands", "train_demo", "train the demo model"),
-    "train-gate": Command("depthbatch.training.commands", "train_gate", "distil an exit gate"),
+    "train-demo": Command("depthbatch.deploy.cli.train", "train_demo", "train the demo model"),
+    "train-gate": Command("depthbatch.deploy.cli.train", "train_gate", "distil an exit gate"),
     "record-exits": Command(
         "depthbatch.benchmarks.record_exits", "record_exits", "write a workload's exit depths into it"
     ),

@@ -15,7 +15,6 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
-from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.frontend.llm import Progress
 from depthbatch.frontend.output import RequestOutput
@@ -165,8 +164,8 @@ def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.Mo
 
 def reference_accuracy(count: int) -> float:
     """Full-depth exact match of the shipped model, by whole-sequence forwards."""
-    from depthbatch.training import evaluate
     from depthbatch.training.checkpoints import load_ouro
+    from reference import teacher_forcing as evaluate
 
-    trace = evaluate.trace_ouro(load_ouro(resolve_model_dir(EngineConfig().model)), heldout(0, count))
+    trace = evaluate.trace_ouro(load_ouro(EngineConfig().model), heldout(0, count))
     return pytest.approx(evaluate.score(trace, evaluate.fixed_depth(trace, trace.right.shape[0])).accuracy)  # type: ignore[return-value]

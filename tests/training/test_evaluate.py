@@ -4,19 +4,17 @@ import torch
 
 from depthbatch.training.data import heldout
 from depthbatch.training.demo_tokenizer import IM_END, VOCAB_SIZE, build_tokenizer
-from depthbatch.training.evaluate import (
+from depthbatch.training.huginn import HuginnSize, HuginnTrainer
+from depthbatch.training.ouro import OuroSize, OuroTrainer
+from reference.teacher_forcing import (
     Trace,
     convergence_exits,
     fixed_depth,
-    format_table,
     hazard_exits,
     score,
-    table,
     trace_huginn,
     trace_ouro,
 )
-from depthbatch.training.huginn import HuginnSize, HuginnTrainer
-from depthbatch.training.ouro import OuroSize, OuroTrainer
 
 
 def test_hazard_exits_accumulate_start_at_two_and_include_the_threshold() -> None:
@@ -55,8 +53,7 @@ def test_scores_of_a_known_trace() -> None:
     mixed = score(trace, torch.tensor([1, 2, 1, 3]))
     assert mixed.accuracy == 1.0 and mixed.mean_depth == 2.5
     assert mixed.class_depth == {"copy": 2.0, "hop3": 3.0}
-    text = format_table(table(trace, lambda _: torch.tensor([1, 2, 1, 3]), [0.5]))
-    assert "100.00   2.50" in text and "threshold 0.5" in text
+    assert mixed.class_accuracy == {"copy": 1.0, "hop3": 1.0}
 
 
 def test_traces_agree_with_greedy_decoding_at_full_depth() -> None:

@@ -125,12 +125,12 @@ def test_exported_tokenizer_loads_without_remote_code(tmp_path: Path) -> None:
 def test_bad_directories_are_named_in_one_line(tmp_path: Path, huginn_directory: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         load_ouro(tmp_path)
-    with pytest.raises(ModelError, match="huginn_raven"):
+    with pytest.raises(ModelError, match=r"huginn_raven.*exit gates need an Ouro model"):
         load_ouro(huginn_directory)
     export(OuroTrainer(SMALL_OURO), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         load_ouro(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="exit gates need an Ouro model"):
+    with pytest.raises(ModelError, match=r"config\.json: unknown architecture: model_type None"):
         load_ouro(tmp_path)

@@ -11,21 +11,20 @@ import torch
 from safetensors import safe_open
 
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
+from depthbatch.deploy.cli.train import add_train_gate_arguments, run_train_gate
 from depthbatch.training.checkpoints import load_ouro
-from depthbatch.training.commands import add_train_gate_arguments, run_train_gate
-from depthbatch.training.evaluate import hazard_exits
 from depthbatch.training.texts import read_rows
 from depthbatch.training.train_gate import (
     TokenRow,
     collect_features,
     fit_gate,
-    lookahead_hazards,
     lookahead_log_probabilities,
     merge_first,
-    preloop_hazards,
     preloop_log_probabilities,
     teacher_distribution,
 )
+from depthbatch.worker.models.ouro import DepthHead, ScalarHead
+from reference.teacher_forcing import hazard_exits
 
 
 def random_rows(vocab_size: int, rows: int = 60, length: int = 24) -> list[TokenRow]:
@@ -52,19 +51,24 @@ def test_a_head_that_states_the_hazards_has_the_teachers_distribution() -> None:
     weight, bias = torch.tensor([[1.0, 0.0, 0.0]]), torch.zeros(1)
     student = lookahead_log_probabilities(states, weight, bias).exp()
     torch.testing.assert_close(student, merge_first(teacher_distribution(logits[:, None])))
-    exits = hazard_exits(lookahead_hazards(states, weight, bias), 0.59)
-    assert exits.tolist() == [2]
-    assert hazard_exits(lookahead_hazards(states, weight, bias), 0.69).tolist() == [3]
-    assert hazard_exits(lookahead_hazards(states, weight, bias), 0.71).tolist() == [4]
+    head = ScalarHead(weight, bias)  # what the engine reads the file into
+    engine = torch.stack([torch.zeros(1), *(torch.sigmoid(head(state)) for state in states[:-1])])
+    assert hazard_exits(engine, 0.59).tolist() == [2]
+    assert hazard_exits(engine, 0.69).tolist() == [3]
+    assert hazard_exits(engine, 0.71).tolist() == [4]
 
 
-def test_preloop_hazards_give_back_its_distribution() -> None:
+def test_the_engine_leaves_where_the_preloop_distribution_says() -> None:
+    """The first depth at which the student's cumulated probability reaches the threshold."""
     weight, bias = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(4)
     embedding = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
-    hazards = preloop_hazards(embedding, weight, bias)
-    survival = torch.cat((torch.ones(1, 7), (1 - hazards[:-1]).cumprod(0)))
-    wanted = preloop_log_probabilities(embedding, weight, bias).exp()
-    torch.testing.assert_close(hazards * survival, wanted)
+    cumulated = preloop_log_probabilities(embedding, weight, bias).exp().cumsum(0)
+    depths = set()
+    for threshold in (0.2, 0.5, 0.8):
+        wanted = 1 + (cumulated[:-1] < threshold).sum(0)
+        assert DepthHead(weight, bias)(embedding, torch.full((7,), threshold)).tolist() == wanted.tolist()
+        depths |= set(wanted.tolist())
+    assert depths >= {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("kind", ["lookahead", "preloop"])

@@ -4,15 +4,16 @@ import argparse
 import itertools
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.deploy.cli.train import add_train_demo_arguments, run_train_demo
 from depthbatch.training import recipes as demo
 from depthbatch.training.batches import step_batches
-from depthbatch.training.commands import add_train_demo_arguments, run_train_demo
 from depthbatch.training.demo_tokenizer import VOCAB_SIZE, build_tokenizer
 from depthbatch.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer, initial_state
 from depthbatch.training.objectives import (
@@ -187,7 +188,8 @@ def test_train_demo_command_writes_a_model_with_its_gates(
     files = {path.name for path in output.iterdir()}
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert files >= expected | {"lookahead_gate.safetensors", "preloop_gate.safetensors"}
-    assert "depth 4" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "demo: 12 questions" in said and "fixed depth" in said and re.search(r"^own +0\.5 ", said, re.MULTILINE)
 
 
 def test_train_demo_names_an_output_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""`depthbatch train-demo` and `depthbatch train-gate`: arguments and what they run.
+"""``depthbatch train-demo`` and ``depthbatch train-gate``: trains, and says how good the result is.
 
-Errors a user can cause are DepthbatchErrors with a one-line message; the command line prints them.
+A demo model is scored by ``bench accuracy`` through the real engine, a gate by its divergence from the model's own.
 """
 
 import argparse
@@ -10,26 +10,21 @@ from pathlib import Path
 
 import torch
 
+from depthbatch.benchmarks import accuracy
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
-from depthbatch.common.model_dir import DEMO_DIR as DEMO_DIRECTORY
-from depthbatch.training import evaluate
-from depthbatch.training.checkpoints import load_huginn, load_ouro
+from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
+from depthbatch.frontend.tokenizer import load_tokenizer
+from depthbatch.training.checkpoints import load_ouro
 from depthbatch.training.data import heldout
-from depthbatch.training.recipes import (
-    HUGINN_MOST_LOOPS,
-    distillation_rows,
-    train_demo,
-    train_demo_huginn,
-)
-from depthbatch.training.texts import read_rows, tokenizer_of
+from depthbatch.training.recipes import HUGINN_MOST_LOOPS, distillation_rows, train_demo, train_demo_huginn
+from depthbatch.training.texts import Encode, read_rows
 from depthbatch.training.train_gate import KINDS, collect_features, fit_gate, save_gate
 from depthbatch.training.trainer import RunConfig
 
 # Held-out exact match after so many: demo 99.6 % at full depth; demo-huginn 99.9 % at any depth from 4 loops up.
 STEPS = {"demo": 3500, "demo-huginn": 5000}
 BATCH_SIZES = {"demo": 80, "demo-huginn": 64}
-GATE_THRESHOLDS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
-CONVERGENCE_THRESHOLDS = [0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03]
 
 
 def _positive(text: str) -> int:
@@ -43,7 +38,7 @@ def _positive(text: str) -> int:
 
 
 def add_train_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `train-demo`'s arguments."""
+    """Model, size of the run, where it goes."""
     parser.add_argument("--model", choices=sorted(STEPS), default="demo", help="which demo model to train")
     parser.add_argument("--output", type=Path, required=True, help="model directory to write")
     parser.add_argument("--steps", type=_positive, help="optimiser steps (default 3500 and 5000)")
@@ -52,15 +47,11 @@ def add_train_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads")
     parser.add_argument("--checkpoint", type=Path, help="state to resume from (default OUTPUT/training.pt)")
     parser.add_argument("--restart", action="store_true", help="ignore an existing checkpoint")
-    parser.add_argument("--examples", type=_positive, default=1400, help="held-out examples scored at the end")
+    parser.add_argument("--examples", type=_positive, default=1400, help="held-out questions scored at the end")
 
 
 def run_train_demo(args: argparse.Namespace) -> int:
-    """Train, export and score a demo model; returns the exit status 0.
-
-    Raises:
-        ConfigError: the output or checkpoint path cannot be written.
-    """
+    """Trains, exports and scores a demo model. Raises ConfigError when the output or checkpoint cannot be written."""
     torch.set_num_threads(args.threads)
     checkpoint = args.checkpoint or args.output / "training.pt"
     try:
@@ -76,25 +67,20 @@ def run_train_demo(args: argparse.Namespace) -> int:
     steps, batch_size = args.steps or STEPS[args.model], args.batch_size or BATCH_SIZES[args.model]
     config = RunConfig(args.seed, steps, batch_size, checkpoint)
     (train_demo if args.model == "demo" else train_demo_huginn)(config, args.output)
-    print(report(args.output, args.model, args.examples), file=sys.stderr)
+    print(report(args.output, args.model, args.examples, args.threads), file=sys.stderr)
     return 0
 
 
-def report(directory: Path, model: str, examples: int) -> str:
-    """The held-out table of an exported demo model (`demo` or `demo-huginn`), from its stored bf16 weights."""
-    questions = heldout(0, examples)
-    if model == "demo":
-        trace = evaluate.trace_ouro(load_ouro(directory), questions)
-        hazards = torch.sigmoid(trace.signal)
-        rows = evaluate.table(trace, lambda q: evaluate.hazard_exits(hazards, q), GATE_THRESHOLDS)
-    else:
-        trace = evaluate.trace_huginn(load_huginn(directory), questions, HUGINN_MOST_LOOPS)
-        rows = evaluate.table(trace, lambda t: evaluate.convergence_exits(trace.signal, t), CONVERGENCE_THRESHOLDS)
-    return evaluate.format_table(rows)
+def report(directory: Path, model: str, examples: int, threads: int) -> str:
+    """The tables of a quick ``bench accuracy`` of an exported demo model (``demo`` or ``demo-huginn``)."""
+    loops = None if model == "demo" else HUGINN_MOST_LOOPS  # beyond those it was not trained
+    config = EngineConfig(model=str(directory), device="cpu", max_loops=loops, threads=threads)
+    figures = accuracy.measure(config, heldout(0, examples), quick=True)
+    return accuracy.tables({"model": model, "examples": examples} | figures)
 
 
 def add_train_gate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `train-gate`'s arguments."""
+    """Model, kind of gate, data."""
     parser.add_argument("model", nargs="?", default="demo", help="Ouro model directory, or 'demo'")
     parser.add_argument("--kind", choices=KINDS, default="lookahead", help="which gate to distil")
     parser.add_argument("--data", type=Path, help="text or .jsonl file; the demo's own task for 'demo'")
@@ -107,29 +93,21 @@ def add_train_gate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train_gate(args: argparse.Namespace) -> int:
-    """Distil a gate from a model's own and save it; returns the exit status 0.
-
-    Raises:
-        ModelError: the model directory is missing, broken or not an Ouro model.
-        ConfigError: bad data, or nothing to learn from.
-    """
+    """Distils a gate from a model's own and saves it. Raises ModelError when the model is missing, broken or no Ouro
+    model, ConfigError for bad data or nothing to learn from."""
     torch.set_num_threads(args.threads)
-    directory = Path(args.model)
-    if not directory.is_dir():
-        directory = DEMO_DIRECTORY / args.model
-    if not directory.is_dir():
-        raise ModelError(f"model directory '{args.model}' does not exist")
+    directory = resolve_model_dir(args.model)
     output = args.output or directory / f"{args.kind}_gate.safetensors"
     if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ConfigError(f"cannot write {output}")
-    if args.data is None and directory.parent != DEMO_DIRECTORY:
+    if args.data is None and directory.parent != DEMO_DIR:
         raise ConfigError("--data is needed: a text or .jsonl file like what the model will serve")
-    model = load_ouro(directory)
+    model = load_ouro(args.model)
     if args.data is None:
         rows = distillation_rows(args.seed)
     else:
         length = min(args.length, model.size.max_position_embeddings)
-        rows = read_rows(args.data, tokenizer_of(directory), model.size.vocab_size, length, args.max_tokens)
+        rows = read_rows(args.data, _encoder(directory), model.size.vocab_size, length, args.max_tokens)
     fit = fit_gate(args.kind, collect_features(model, rows), args.seed, args.iterations)
     save_gate(fit, args.kind, output)
     print(
@@ -138,3 +116,15 @@ def run_train_gate(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _encoder(directory: Path) -> Encode:
+    """The model directory's tokenizer, without what it puts around a text. Raises ModelError on use when it has none."""
+    tokenizer = load_tokenizer(directory)
+
+    def encode(text: str) -> list[int]:
+        if tokenizer is None:
+            raise ModelError(f"{directory} has no tokenizer.json; give the data as JSONL with token_ids")
+        return tokenizer.encode(text, add_special_tokens=False, allow_special=True)
+
+    return encode

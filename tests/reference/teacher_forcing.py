@@ -1,4 +1,4 @@
-"""A plain, slow evaluation of the demo task: exact match by depth, by exit threshold, by class.
+"""A plain, slow evaluation of the demo task, the oracle of ``bench accuracy``: exact match by depth, by exit threshold, by class.
 
 Whole answers are scored in one forward: an answer is exact when every token, the end marker included, is
 the most likely one after the right tokens before it, which is when greedy decoding produces it. The
@@ -9,7 +9,6 @@ references' semantics. `bench accuracy` measures the engine, with its KV layouts
 Mean depth counts the tokens an exit gate decides: answer tokens after the first, and the end marker.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -156,21 +155,3 @@ def convergence_exits(distances: Tensor, threshold: float, least: int = 2) -> Te
     near[: least - 1] = False
     near[-1] = True
     return near.int().argmax(0) + 1
-
-
-def table(trace: Trace, exits: Callable[[float], Tensor], thresholds: list[float]) -> list[tuple[str, Scored]]:
-    """Rows of (label, score): every fixed depth, then every threshold under the rule `exits`."""
-    rows = [(f"depth {d}", score(trace, fixed_depth(trace, d))) for d in range(1, trace.right.shape[0] + 1)]
-    return rows + [(f"threshold {q:g}", score(trace, exits(q))) for q in thresholds]
-
-
-def format_table(rows: list[tuple[str, Scored]]) -> str:
-    """A text table: accuracy in percent and mean depth in loops, overall and `accuracy/depth` by class."""
-    lines = [f"{'':16}{'exact %':>8}{'depth':>7}  " + "".join(f"{name:>12}" for name in CLASSES)]
-    for label, scored in rows:
-        cells = "".join(
-            f"{100 * scored.class_accuracy.get(c, float('nan')):6.1f}/{scored.class_depth.get(c, float('nan')):5.2f}"
-            for c in CLASSES
-        )
-        lines.append(f"{label:16}{100 * scored.accuracy:8.2f}{scored.mean_depth:7.2f}  {cells}")
-    return "\n".join(lines)
