@@ -213,7 +213,9 @@ class AsyncEngine:
         """Token ids of a prompt, in the thread that owns the encoding. Raises RequestError."""
         if not isinstance(prompt, str):
             return encode_prompt(prompt, params, self.tokenizer)
-        token_ids: list[int] = await self._in_tokenizer_thread(encode_prompt, prompt, params, self.tokenizer)
+        token_ids: list[int] = await self._in_tokenizer_thread(
+            encode_prompt, prompt, params, self.tokenizer, self.info.max_model_len
+        )
         return token_ids
 
     async def generate(

@@ -146,7 +146,7 @@ class LLM:
 
     def _encode_checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt that the engine will take. Raises RequestError."""
-        token_ids = encode_prompt(prompt, params, self.tokenizer)
+        token_ids = encode_prompt(prompt, params, self.tokenizer, self.info.max_model_len)
         resolved = self._client.check(token_ids, params)
         if params.constraint is not None:
             self._grammars.check(resolved.grammar)

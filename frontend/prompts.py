@@ -8,7 +8,7 @@ from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.output import OutputAssembler, Scoring
 from depthbatch.frontend.params import SamplingParams
-from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
+from depthbatch.frontend.tokenizer import Tokenizer, check_fewest, load_tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -27,9 +27,12 @@ def load_model_tokenizer(model: str) -> Tokenizer | None:
     return load_tokenizer(resolve_model_dir(model))
 
 
-def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
-    """Token ids of a prompt, or of token ids themselves. Raises RequestError when text cannot be served, and naming the
-    argument when it is of another type."""
+def encode_prompt(
+    prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, max_tokens: int | None = None
+) -> list[int]:
+    """Token ids of a prompt, or of token ids themselves. Raises RequestError when text cannot be served, which it is
+    not even encoded for when it is certain to have more than ``max_tokens``, and naming the argument when it is of
+    another type."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params must be a SamplingParams, not {repr(params)[:80]}", "params")
     check_stop(params, tokenizer)
@@ -40,6 +43,8 @@ def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer |
             raise RequestError("prompt: neither a text nor a list of token ids", "prompt") from None
     if tokenizer is None:
         raise RequestError("prompt: this model has no tokenizer; give token ids", "prompt")
+    if max_tokens is not None:
+        check_fewest(tokenizer.fewest_tokens(prompt), max_tokens, "prompt")
     return tokenizer.encode(prompt)
 
 

@@ -14,7 +14,9 @@ from tokenizers import Tokenizer as Backend
 from depthbatch.common.errors import ModelError, RequestError
 from depthbatch.frontend.chat_template import ChatTemplate
 from depthbatch.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from depthbatch.frontend.params import ContextLengthError
 
+MOST_COMPOSED = 4  # bytes that NFC makes one of, rounded up: U+1FBE U+0308 U+0301 have seven, U+0390 has two
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # kinds that have to be converted
 
 
@@ -65,6 +67,7 @@ class Tokenizer:
         self._added: dict[int, Any] = backend.get_added_tokens_decoder()
         self._special = {token: str(entry.content) for token, entry in self._added.items() if entry.special}
         self._byte_table = self._token_bytes() if _is_byte_level(backend) else None
+        self._bytes_a_token = self._most_bytes()
         self.vocab_size: int = backend.get_vocab_size()
         names = self.special_names = _special_names(config)  # bos_token, eos_token, ... -> text
         self.eos_token_id: int | None = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
@@ -84,15 +87,24 @@ class Tokenizer:
         # The library's encode keeps the interpreter lock, seconds for a long text; its batches do not.
         return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, without encoding it; 0 where nothing can be said."""
+        if self._bytes_a_token is None or len(text) < self._bytes_a_token:
+            return 0
+        return len(text.encode("utf-8", "surrogatepass")) // self._bytes_a_token
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None, **template_options: Any
+    ) -> list[int]:
         """Token ids of a conversation in the model's chat template, by default open for the assistant's answer.
 
         Special tokens of the template act; those that a message's content holds are text. ``template_options`` are
-        those of ChatTemplate.render. Raises RequestError when the template is missing or refuses the messages.
+        those of ChatTemplate.render. Raises RequestError when the template is missing or refuses the messages, or when
+        they are certain to have more than ``max_tokens``.
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template", "messages")
@@ -104,6 +116,9 @@ class Tokenizer:
         }
         marked = [{**message, "content": _mark(i)} if i in hostile else message for i, message in enumerate(messages)]
         text = self._chat_template.render(marked, **template_options)
+        if max_tokens is not None:
+            fewest = sum(map(self.fewest_tokens, (text, *hostile.values())))
+            check_fewest(fewest, max_tokens, "messages")
         ids: list[int] = []
         for i, content in hostile.items():
             before, found, text = text.partition(_mark(i))
@@ -137,6 +152,25 @@ class Tokenizer:
             return self.token_text(token).encode()
         return self._byte_table[token] if token < len(self._byte_table) else b""
 
+    def _most_bytes(self) -> int | None:
+        """Bytes of text that one token can stand for at most; None where that is not known, because text may be dropped
+        or any length of it may become one token."""
+        if self._byte_table is None:
+            return None
+        parts = json.loads(self._control.to_str())
+        steps = parts["pre_tokenizer"] or {}
+        kept = all(
+            step["type"] in ("ByteLevel", "Digits") or (step["type"] == "Split" and step["behavior"] != "Removed")
+            for step in steps.get("pretokenizers", [steps])
+        )
+        whole = set(byte_level_alphabet()) <= set(self._control.get_vocab())  # no byte is unknown
+        stripping = any(entry.lstrip or entry.rstrip for entry in self._added.values())
+        normalizer = (parts["normalizer"] or {}).get("type")
+        if not kept or not whole or stripping or normalizer not in (None, "NFC"):
+            return None
+        longest = max(map(len, [*self._byte_table, *(str(entry.content).encode() for entry in self._added.values())]))
+        return longest * (MOST_COMPOSED if normalizer else 1)
+
     def _token_bytes(self) -> list[bytes]:
         """Bytes of every token of a byte-level vocabulary; special tokens have none."""
         char_bytes = byte_level_alphabet()
@@ -150,6 +184,15 @@ class Tokenizer:
             else:
                 table.append(bytes(char_bytes[char] for char in text))
         return table
+
+
+def check_fewest(fewest: int, max_tokens: int, param: str) -> None:
+    """Raises ContextLengthError when a text that has not been encoded is certain to be too long."""
+    if fewest > max_tokens:
+        what = f"{param} of at least {fewest} tokens"
+        raise ContextLengthError(
+            f"{what} leave{'' if param == 'messages' else 's'} no room: there is room for {max_tokens}", param
+        )
 
 
 def byte_level_alphabet() -> dict[str, int]:

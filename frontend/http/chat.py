@@ -42,7 +42,7 @@ class ChatSpelling:
         self._max_model_len = service.engine.info.max_model_len
 
     async def prompts(self) -> list[Prompt]:
-        ids = await self._texts.encode_chat(self._body.messages, self._body)
+        ids = await self._texts.encode_chat(self._body.messages, self._body, self._max_model_len)
         if len(ids) >= self._max_model_len:
             raise ApiError(
                 400,

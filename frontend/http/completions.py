@@ -12,7 +12,6 @@ from depthbatch.frontend.http.errors import bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
 from depthbatch.frontend.http.logprobs import CompletionLogprobs
 from depthbatch.frontend.http.schemas import CompletionAnswer, CompletionRequest
-from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.output import OutputDelta
 
 DEFAULT_MAX_TOKENS = 16
@@ -25,7 +24,7 @@ def routes(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues a prompt, or each of several; JSON, or server-sent events with stream."""
         service.check(body)
-        call = Call(service, body, CompletionSpelling(body, service.texts))
+        call = Call(service, body, CompletionSpelling(body, service))
         if body.stream:
             return EventStream(call.stream())
         return await answer(request, call.collect())
@@ -39,10 +38,11 @@ class CompletionSpelling:
     id_prefix = "cmpl"
     answer_object = event_object = "text_completion"
 
-    def __init__(self, body: CompletionRequest, texts: Texts) -> None:
+    def __init__(self, body: CompletionRequest, service: Service) -> None:
         """Raises ApiError."""
         self._body = body
-        self._texts = texts
+        self._texts = service.texts
+        self._max_model_len = service.engine.info.max_model_len
         self._prompts = _as_list(body.prompt)
         self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if not self._max_tokens and not body.echo:
@@ -55,7 +55,8 @@ class CompletionSpelling:
     async def _prompt(self, given: str | list[int]) -> Prompt:
         body = self._body
         if isinstance(given, str):
-            ids = await self._texts.encode(given, body.add_special_tokens is not False, bool(body.parse_special_tokens))
+            plain, special = body.add_special_tokens is not False, bool(body.parse_special_tokens)
+            ids = await self._texts.encode(given, plain, special, self._max_model_len)
             if not ids:
                 raise bad_value("prompt", "no tokens in it")
             return Prompt(ids, given if body.echo else "")

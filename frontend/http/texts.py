@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from depthbatch.frontend.http.errors import ApiError, bad_value
 from depthbatch.frontend.http.schemas import Message, TemplateFields
-from depthbatch.frontend.tokenizer import Tokenizer
+from depthbatch.frontend.tokenizer import Tokenizer, check_fewest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,17 +28,25 @@ class Texts:
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
 
-    async def encode(self, text: str, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt; special tokens in it are text unless ``parse_special_tokens``."""
+    async def encode(
+        self, text: str, add_special_tokens: bool, parse_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a prompt; special tokens in it are text unless ``parse_special_tokens``. Raises RequestError, before
+        anything is encoded, when they are certain to be more than ``max_tokens``."""
         tokenizer = self._needed("prompt")
+        if max_tokens is not None:
+            check_fewest(tokenizer.fewest_tokens(text), max_tokens, "prompt")
         return await self._run(tokenizer.encode, text, add_special_tokens, parse_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message], fields: TemplateFields) -> list[int]:
-        """Token ids of a conversation in the model's own template; what messages say never acts as a control token."""
+    async def encode_chat(
+        self, messages: Sequence[Message], fields: TemplateFields, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own template; what messages say never acts as a control token.
+        ``max_tokens``: as of ``encode``."""
         tokenizer = self._needed("messages")
         kwargs = self._template_kwargs(fields)
         plain = [_plain(message) for message in messages]
-        return await self._run(lambda: tokenizer.encode_chat(plain, **kwargs))
+        return await self._run(lambda: tokenizer.encode_chat(plain, max_tokens, **kwargs))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._run(self._needed("tokens").decode, token_ids)

@@ -1,23 +1,31 @@
 """Text from tokens: joined pieces equal the whole, characters stay whole, stop strings never leak. Real tokenizers."""
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from depthbatch.common.errors import ModelError, RequestError
 from depthbatch.common.messages import FinishReason, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.detokenizer import REPLACEMENT, Detokenizer, StopChecker, WindowDetokenizer
+from depthbatch.frontend.http.schemas import Message, TemplateFields
+from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.output import OutputAssembler
-from depthbatch.frontend.tokenizer import Tokenizer, load_tokenizer
+from depthbatch.frontend.params import ContextLengthError, SamplingParams
+from depthbatch.frontend.prompts import encode_prompt
+from depthbatch.frontend.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer
+from fakes.chat_tokenizer import byte_tokenizer
 
 TEXTS = ["Hello wörld", "안녕하세요 세계", "שלום", "🦜🏳️‍🌈 emoji 👩‍👩‍👧", "a\x00b\ufffdc", "mixed 한🦜é<|im_end|>"]
 
@@ -270,3 +278,84 @@ def test_encoding_leaves_the_interpreter_to_others() -> None:
         time.sleep(0.001)
         turns += 1
     assert len(ids[0]) == len(text) and turns >= 10
+
+
+class Untouched:
+    """A backend that may not be asked."""
+
+    def encode_batch_fast(self, *_: object, **__: object) -> object:
+        raise AssertionError("the text was encoded")
+
+
+def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+    """Bug: 15 MB of prompt were encoded, for seconds in which no other prompt was, to be refused by their length then. By
+    LLM's and AsyncEngine's way, by /v1/completions' and by /v1/chat/completions', special tokens in it or not."""
+    tokenizer = byte_tokenizer.__wrapped__()
+    tokenizer._plain = tokenizer._control = Untouched()  # type: ignore[assignment]
+    texts = Texts(tokenizer, frozenset(), ThreadPoolExecutor(1))
+    for text in ("a" * 15_000_000, "<|eos|>" * 300_000, "\N{GRINNING FACE}" * 1_000_000):
+        with pytest.raises(ContextLengthError, match="at least") as caught:
+            encode_prompt(text, SamplingParams(), tokenizer, 512)
+        assert caught.value.param == "prompt"
+        for special in (True, False):
+            with pytest.raises(ContextLengthError):
+                asyncio.run(texts.encode(text, True, special, 512))
+        with pytest.raises(ContextLengthError) as caught:
+            asyncio.run(texts.encode_chat([Message(role="user", content=text)], TemplateFields(), 512))
+        assert caught.value.param == "messages"
+
+
+@given(text=st.text(max_size=60), repeat=st.integers(1, 40))
+@example(text="\u1fbe\u0308\u0301", repeat=40)
+@example(text="<|im_start|>", repeat=40)
+@example(text=" ", repeat=40)
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_fewest_tokens_is_never_too_many(normalizer: normalizers.Normalizer | None, text: str, repeat: int) -> None:
+    """A text that would fit must not be refused unencoded; merges of up to 16 bytes make tokens long, and NFC makes few
+    bytes of many."""
+    tokenizer = _merging(normalizer)
+    for special in (True, False):
+        ids = tokenizer.encode(text * repeat, add_special_tokens=False, allow_special=special)
+        assert tokenizer.fewest_tokens(text * repeat) <= len(ids)
+
+
+@cache
+def _merging(normalizer: normalizers.Normalizer | None) -> Tokenizer:
+    """Spaces merge by twos up to sixteen."""
+    space = "\u0120"
+    vocab = dict(byte_level_alphabet()) | {space * n: 300 + n for n in (2, 4, 8, 16)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[(space * n, space * n) for n in (1, 2, 4, 8)]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>"])
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    tokenizer = Tokenizer(backend, {})
+    assert tokenizer.fewest_tokens("a" * 1600) == (25 if normalizer else 100)
+    return tokenizer
+
+
+def _lowering(backend: Backend) -> None:
+    backend.normalizer = normalizers.Lowercase()
+
+
+def _removing(backend: Backend) -> None:
+    removing = pre_tokenizers.Split(" ", "removed")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([removing, pre_tokenizers.ByteLevel(use_regex=False)])
+
+
+def _stripping(backend: Backend) -> None:
+    backend.add_special_tokens([AddedToken("<|sep|>", lstrip=True)])
+
+
+def _with_gaps(backend: Backend) -> None:
+    vocab = {char: byte for char, byte in byte_level_alphabet().items() if byte != ord("a")}
+    backend.model = models.BPE(vocab=vocab, merges=[])
+
+
+@pytest.mark.parametrize("change", [_lowering, _removing, _stripping, _with_gaps])
+def test_where_text_may_vanish_nothing_is_refused_unencoded(change: Callable[[Backend], None]) -> None:
+    """Any length of text may be few tokens then."""
+    backend = Backend.from_str(byte_tokenizer()._control.to_str())
+    change(backend)
+    assert Tokenizer(backend, {}).fewest_tokens("a b" * 100_000) == 0
