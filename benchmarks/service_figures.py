@@ -1,4 +1,4 @@
-"""``python -m depthbatch.benchmarks.service_figures``: what the HTTP service costs and stands, in one run on one server.
+"""``depthbatch bench service``: what the HTTP service costs and stands, in one run on one server.
 
 Starts ``depthbatch serve`` and measures, side by side: the latency per token that HTTP adds to the native ZMQ API; the
 frontend's processor time per token by either; many streams at once, with the frontend's file descriptors; /health while
@@ -26,13 +26,11 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from depthbatch.benchmarks.http_stream import Endpoint
+from depthbatch.benchmarks.clients import Endpoint, NativeClient, OpenAIClient
 from depthbatch.benchmarks.record import write_json
-from depthbatch.benchmarks.serve import OpenAIClient, send_all
-from depthbatch.benchmarks.serve_metrics import RequestTimes
+from depthbatch.benchmarks.serve import RequestTimes, send_all
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.benchmarks.zmq_stream import NativeClient
 from depthbatch.common.errors import EngineDeadError
 
 START_S = 120.0
@@ -249,9 +247,9 @@ def _health(server: Address) -> Any:
         return json.load(answer)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="depthbatch.benchmarks.service_figures", description=__doc__)
-    parser.add_argument("model", nargs="?", default="demo")
+def add_service_figures_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, sizes of each measurement, options of the server."""
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 16, 64], help="streams at a time, for latency"
     )
@@ -268,7 +266,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=64, help="W of the server")
     parser.add_argument("--serve-option", action="append", default=[], metavar="--OPTION=VALUE", help="may be repeated")
     parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
-    return parser.parse_args(argv)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -277,7 +274,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with serving(args.model, options) as server:
         asyncio.run(load(server.http, args.model, workload(args.max_num_seqs, args.prompt_tokens, 4)))  # warm
         return {
-            "command": f"python -m depthbatch.benchmarks.service_figures {args.model}",
+            "command": f"depthbatch bench service {args.model}",
             "cores": os.cpu_count(),
             "load_average_before": os.getloadavg()[0],
             "max_num_seqs": args.max_num_seqs,
@@ -307,13 +304,9 @@ def print_figures(figures: dict[str, Any]) -> None:
     print(f"{'/health at twice capacity':<28}{text}", file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
+def run_service_figures(args: argparse.Namespace) -> int:
+    """Measures on a server of its own. Raises EngineDeadError."""
     figures = measure(args)
     write_json(figures, args.output)
     print_figures(figures)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -51,6 +51,7 @@ BENCHMARKS = {
     "throughput": Command("depthbatch.benchmarks.throughput", "throughput", "tokens per second of the policies"),
     "latency": Command("depthbatch.benchmarks.latency", "latency", "fit a device profile"),
     "serve": Command("depthbatch.benchmarks.serve", "serve", "load on a running server"),
+    "service": Command("depthbatch.benchmarks.service_figures", "service_figures", "what the HTTP service costs"),
     "sweep": Command("depthbatch.benchmarks.sweep", "sweep", "a product of settings, with figures"),
     "paper": Command("depthbatch.benchmarks.paper_report", "paper_report", "the paper's figures against ours"),
     "cpu": Command("depthbatch.benchmarks.cpu", "cpu", "the CPU device: engine, policies, kernels"),

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import zmq
 
-from depthbatch.benchmarks.http_stream import Endpoint
-from depthbatch.benchmarks.serve import OpenAIClient, add_serve_arguments, run_serve, send_all
-from depthbatch.benchmarks.serve_metrics import RequestTimes, parse_goodput, summarise
+from depthbatch.benchmarks.clients import Endpoint, NativeClient, OpenAIClient
+from depthbatch.benchmarks.serve import RequestTimes, add_serve_arguments, parse_goodput, run_serve, send_all, summarise
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.benchmarks.zmq_stream import NativeClient
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 

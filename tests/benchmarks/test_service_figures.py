@@ -7,6 +7,7 @@ import pytest
 
 from depthbatch.benchmarks import service_figures
 from depthbatch.common.errors import EngineDeadError
+from depthbatch.deploy.cli.main import build_parser, main
 
 SMALL = (
     "demo", "--serve-option=--device=simulated:h100-ouro-1.4b", "--concurrency", "1", "2", "--rounds", "2", "--requests",
@@ -19,7 +20,7 @@ def test_all_four_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     """Not luck: a device of known speed gives about the same time a token by either API, every stream is told apart by
     its count of tokens, and the descriptors while the streams were open are one a stream more than before."""
     output = tmp_path / "figures.json"
-    assert service_figures.main([*SMALL, "--output", str(output)]) == 0
+    assert main(["bench", "service", *SMALL, "--output", str(output)]) == 0
     figures = json.loads(output.read_text())
     assert [row["concurrency"] for row in figures["added_latency"]] == [1, 2]
     for row in figures["added_latency"]:
@@ -45,4 +46,5 @@ def test_all_four_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_server_that_does_not_start_is_told() -> None:
     """With the server's own last line, and at once."""
     with pytest.raises(EngineDeadError, match="max_loops"):
-        service_figures.main([*SMALL, "--serve-option=--max-loops=99"])
+        arguments = ["bench", "service", *SMALL, "--serve-option=--max-loops=99"]
+        service_figures.run_service_figures(build_parser(arguments).parse_args(arguments))

@@ -1,15 +1,22 @@
-"""A small streaming HTTP/1.1 client on asyncio: one POST a connection, lines of the answer as they come.
+"""Clients of a load generator: ``/v1/completions`` with server-sent events, and the native ZMQ API (docs/zmq-api.md).
 
-Just what a load generator needs: no pool, no redirects, no compression; http and https.
+HTTP is a small streaming client of its own: one POST a connection, no pool, no redirects, no compression; http and https.
+httpx took 1.6 to 1.9 times the processor time an event, and client and server often share the cores that are measured.
 """
 
 import asyncio
+import itertools
 import json
 import ssl
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+import msgpack
+import zmq
+import zmq.asyncio
+
+from depthbatch.benchmarks.workload import WorkloadRequest
 from depthbatch.common.errors import ConfigError
 
 _MAX_LINE_BYTES = 1 << 20
@@ -24,6 +31,16 @@ class Piece(NamedTuple):
 
     tokens: int  # 0 where the server does not say
     total: int | None = None  # of the whole request; such a piece carries no token of its own
+
+
+class Client(Protocol):
+    """One server, many requests at a time."""
+
+    def stream(self, request: WorkloadRequest, prompt: list[int]) -> AsyncIterator[Piece]:
+        """Sends a request and yields its pieces as they come. Raises ServerError or OSError."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Endpoint:
@@ -105,3 +122,88 @@ async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield line.rstrip(b"\r")
     if rest:
         yield rest
+
+
+class OpenAIClient:
+    """``/v1/completions`` with server-sent events."""
+
+    def __init__(self, endpoint: Endpoint, model: str, extra: dict[str, Any]) -> None:
+        self._endpoint = endpoint
+        self._model = model
+        self._extra = extra
+
+    async def stream(self, request: WorkloadRequest, prompt: list[int]) -> AsyncIterator[Piece]:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": request.output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        } | self._extra
+        async for line in self._endpoint.post_lines("/v1/completions", body):
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(str(event["error"])[:300])
+            if event.get("choices"):
+                yield Piece(tokens=0)
+            if usage := event.get("usage"):
+                yield Piece(tokens=0, total=int(usage["completion_tokens"]))
+
+    async def close(self) -> None:
+        """Connections are closed one by one."""
+
+
+class NativeClient:
+    """One DEALER; a task hands every message to the request it belongs to."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._ids = itertools.count()
+        self._inboxes: dict[int, asyncio.Queue[dict[str, Any]]] = {}
+        self._receiver: asyncio.Task[None] | None = None
+
+    async def stream(self, request: WorkloadRequest, prompt: list[int]) -> AsyncIterator[Piece]:
+        """Sends a request and yields its pieces. Raises ServerError on an error message."""
+        if self._receiver is None:
+            self._receiver = asyncio.create_task(self._receive())
+        request_id = next(self._ids)
+        inbox = self._inboxes[request_id] = asyncio.Queue()
+        params: dict[str, Any] = {"max_tokens": request.output_tokens, "temperature": 0.0, "ignore_eos": True}
+        if request.exit_depths is not None:
+            params["exit_depths"] = list(request.exit_depths)
+        await self._socket.send(msgpack.packb({"verb": "submit", "id": request_id, "prompt": prompt, "params": params}))
+        try:
+            while True:
+                message = await inbox.get()
+                if message["type"] == "tokens":
+                    yield Piece(len(message["token_ids"]))
+                elif message["type"] == "finished":
+                    return
+                else:
+                    raise ServerError(str(message.get("message", message)))
+        finally:
+            del self._inboxes[request_id]
+
+    async def _receive(self) -> None:
+        while True:
+            message = msgpack.unpackb(await self._socket.recv())
+            inbox = self._inboxes.get(message.get("id"))
+            if inbox is not None:
+                inbox.put_nowait(message)
+
+    async def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.cancel()
+        self._socket.close()
+        self._context.term()
