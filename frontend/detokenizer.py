@@ -28,13 +28,19 @@ class ByteDetokenizer:
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = b""  # the start of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join(map(self._token_bytes, token_ids)))
+        data = self._rest
+        for token in token_ids:
+            data += self._token_bytes(token)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        rest, self._rest = self._rest, b""
+        return rest.decode("utf-8", "replace")
 
 
 class WindowDetokenizer:
@@ -85,9 +91,13 @@ class StopChecker:
         self._stop = tuple(stop)
         self._held = ""
 
+    def __bool__(self) -> bool:
+        """There is something to look for; else all text passes as it is."""
+        return bool(self._stop)
+
     def push(self, text: str, active: bool = True) -> TextOnly:
         """Takes final text. While not ``active`` (fewer than min_tokens so far) nothing is held or cut."""
-        if not self._stop:
+        if not self:
             return TextOnly(text, None)
         text = self._held + text
         self._held = ""

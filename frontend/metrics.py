@@ -4,12 +4,17 @@ in ``frontend.process_metrics``.
 Names and, where the meaning is the same, buckets are vLLM's, with the prefix ``depthbatch:``.
 """
 
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which nobody here reads
 
@@ -27,19 +32,65 @@ E2E_BUCKETS_S = (
 )  # fmt: skip
 
 
+class TokenCounter:
+    """A counter that grows with every token: prometheus_client's own takes a lock each time. Read in the loop that adds."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self.value = 0
+        self._name = name
+        self._text = text
+        registry.register(self)
+
+    def describe(self) -> list[CounterMetricFamily]:
+        return [CounterMetricFamily(self._name, self._text, labels=["process"])]
+
+    def collect(self) -> list[CounterMetricFamily]:
+        (family,) = self.describe()
+        family.add_metric([PROCESS], self.value)
+        return [family]
+
+
+class TokenHistogram:
+    """A histogram that is observed for every token: prometheus_client's own walks its buckets each time, and takes a lock
+    for each of its numbers. Cumulated when it is read, in the loop that observes."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+        """``bounds``: ascending, each the largest value of its bucket."""
+        self._name = name
+        self._text = text
+        self._bounds = tuple(map(float, bounds))
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> list[HistogramMetricFamily]:
+        return [HistogramMetricFamily(self._name, self._text, labels=["process"])]
+
+    def collect(self) -> list[HistogramMetricFamily]:
+        names = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        (family,) = self.describe()
+        family.add_metric([PROCESS], buckets, self._sum)
+        return [family]
+
+
 class FrontendMetrics:
     """What the frontend counts itself; ``r_max`` gives exit depth its buckets, one a loop (at most 64)."""
 
     def __init__(self, r_max: int) -> None:
         self.registry = CollectorRegistry()
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were started.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.generation_tokens = TokenCounter(PREFIX + "generation_tokens", "Tokens generated.", self.registry)
         self._success = self._labelled("request_success", "Requests finished, by reason.", "finished_reason")
         self._rejections = self._labelled("admission_rejections", "Requests refused, by reason.", "reason")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
-        self._itl = self._histogram("inter_token_latency_seconds", "Time between tokens.", ITL_BUCKETS_S)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self.itl = self._histogram("inter_token_latency_seconds", "Time between tokens.", ITL_BUCKETS_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
-        self._depth = self._histogram("exit_depth", "Loops an output token ran.", tuple(range(1, min(r_max, 64) + 1)))
+        self.depth = self._histogram("exit_depth", "Loops an output token ran.", tuple(range(1, min(r_max, 64) + 1)))
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, ["process"], registry=self.registry).labels(PROCESS)
@@ -47,8 +98,8 @@ class FrontendMetrics:
     def _labelled(self, name: str, text: str, label: str) -> Counter:
         return Counter(PREFIX + name, text, ["process", label], registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(PREFIX + name, text, ["process"], buckets=buckets, registry=self.registry).labels(PROCESS)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> TokenHistogram:
+        return TokenHistogram(PREFIX + name, text, buckets, self.registry)
 
     def rejected(self, reason: str) -> None:
         self._rejections.labels(PROCESS, reason).inc()
@@ -59,17 +110,6 @@ class FrontendMetrics:
 
     def started(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
-
-    def first_token(self, wait_s: float) -> None:
-        self._ttft.observe(wait_s)
-
-    def next_token(self, gap_s: float) -> None:
-        self._itl.observe(gap_s)
-
-    def depths(self, exit_depths: Sequence[int]) -> None:
-        self._generation_tokens.inc(len(exit_depths))
-        for depth in exit_depths:
-            self._depth.observe(depth)
 
     def finished(self, reason: str, duration_s: float) -> None:
         self._success.labels(PROCESS, reason).inc()
@@ -93,12 +133,15 @@ class SequenceTimer:
     def tokens(self, exit_depths: Sequence[int], finish_reason: str | None, now_s: float) -> None:
         """News: the depths of the tokens that came at ``now_s`` (monotonic clock)."""
         if exit_depths:
+            metrics = self._metrics
             if self._last_s is None:
-                self._metrics.first_token(now_s - self._start_s)
+                metrics.ttft.observe(now_s - self._start_s)
             else:
-                self._metrics.next_token((now_s - self._last_s) / len(exit_depths))
+                metrics.itl.observe((now_s - self._last_s) / len(exit_depths))
             self._last_s = now_s
-            self._metrics.depths(exit_depths)
+            metrics.generation_tokens.value += len(exit_depths)
+            for depth in exit_depths:
+                metrics.depth.observe(depth)
         self.finish_reason = finish_reason
 
     def __exit__(

@@ -99,6 +99,7 @@ class OutputAssembler:
         scoring: Scoring = NO_SCORING,
     ) -> None:
         self._scoring = scoring
+        self._scored = scoring.output is not None or scoring.prompt is not None
         self._request_id = request_id
         self._detokenizer = detokenizer
         self._checker = StopChecker(stop)
@@ -107,25 +108,33 @@ class OutputAssembler:
 
     def push(self, event: TokenEvent) -> OutputDelta:
         """The delta of one event. A stop string ends it early with reason STOP."""
-        delta = OutputDelta(self._request_id, "", [], [])
-        self._read_scores(event, delta)
-        hidden = event.stop_reason if event.finish_reason is FinishReason.STOP else None  # its text is not shown
-        last = len(event.token_ids) - 1
-        for i, (token, depth) in enumerate(zip(event.token_ids, event.exit_depths, strict=True)):
-            self._count += 1
-            delta.token_ids.append(token)
-            delta.exit_depths.append(depth)
-            if self._detokenizer is None or (i == last and token == hidden):
-                continue
-            if self._show(delta, self._detokenizer.push((token,))):
-                del delta.logprobs[len(delta.token_ids) :]
+        ids = event.token_ids
+        delta = OutputDelta(self._request_id, "", list(ids), list(event.exit_depths))
+        if self._scored:
+            self._read_scores(event, delta)
+        if self._detokenizer is not None:
+            hidden = event.finish_reason is FinishReason.STOP and ids[-1:] == (event.stop_reason,)
+            shown = ids[:-1] if hidden else ids
+            if not self._checker:
+                delta.text = self._detokenizer.push(shown)
+            elif self._finds_stop(delta, shown, self._detokenizer):
                 return delta
+            self._count += len(ids) - len(shown)
         if event.finish_reason is not None:
             if self._detokenizer is not None and self._show(delta, self._detokenizer.finish()):
                 return delta
             delta.text += self._checker.finish()
             delta.finish_reason, delta.stop_reason = event.finish_reason, event.stop_reason
         return delta
+
+    def _finds_stop(self, delta: OutputDelta, shown: Sequence[int], detokenizer: Detokenizer) -> bool:
+        """Adds the text token by token; True when one completed a stop string, which ends the delta with it."""
+        for number, token in enumerate(shown, 1):
+            self._count += 1
+            if self._show(delta, detokenizer.push((token,))):
+                del delta.token_ids[number:], delta.exit_depths[number:], delta.logprobs[number:]
+                return True
+        return False
 
     def _read_scores(self, event: TokenEvent, delta: OutputDelta) -> None:
         scoring = self._scoring

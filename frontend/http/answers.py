@@ -30,6 +30,18 @@ def event(payload: object) -> bytes:
     return b"data: " + _encode(payload) + b"\n\n"
 
 
+class EventEncoder:
+    """Server-sent events that begin with the same fields, which are encoded once."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        """``head``: the fields, one or more."""
+        self._start = b"data: " + _encode(head)[:-1] + b","
+
+    def event(self, fields: dict[str, Any]) -> bytes:
+        """``fields``: those of its own, one or more."""
+        return self._start + _encode(fields)[1:] + b"\n\n"
+
+
 def json_answer(payload: object) -> Response:
     return Response(_encode(payload), media_type="application/json")
 

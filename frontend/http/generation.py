@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import EngineInfo, FinishReason
-from depthbatch.frontend.http.answers import event
+from depthbatch.frontend.http.answers import EventEncoder
 from depthbatch.frontend.http.errors import ApiError, bad_value, overloaded
 from depthbatch.frontend.http.logprobs import LogprobFormat
 from depthbatch.frontend.http.request_fields import check_extras, renamed, sampling_fields
@@ -222,13 +222,16 @@ class Call:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The same as server-sent events, one for what has come for one choice; those that are there at once come
         together."""
-        head = self._head(self._spelling.event_object)
+        event = EventEncoder(self._head(self._spelling.event_object)).event
         async with self._running() as batches:
             async for batch in batches:
-                deltas = [(self._choices[index], self._taken(self._choices[index], news)) for index, news in batch]
-                yield b"".join([event({**head, "choices": [self._part(*news)]}) for news in deltas])
+                events = []
+                for index, news in batch:
+                    choice = self._choices[index]
+                    events.append(event({"choices": [self._part(choice, self._taken(choice, news))]}))
+                yield events[0] if len(events) == 1 else b"".join(events)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event({**head, "choices": [], "usage": self._tally.usage()})
+            yield event({"choices": [], "usage": self._tally.usage()})
 
     def _head(self, kind: str) -> dict[str, Any]:
         """What all events of one answer share."""

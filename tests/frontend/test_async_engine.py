@@ -153,6 +153,75 @@ def test_same_name_twice_does_not_swap_outputs() -> None:
     with_engine(body)
 
 
+def test_requests_that_are_submitted_together() -> None:
+    """One that cannot be served keeps all from running. Each has its own tokens, however they pile up; a stop string ends
+    its own request alone, and at once; an abort by name ends those that are left."""
+
+    async def body(engine: AsyncEngine) -> None:
+        long = SamplingParams(max_tokens=500)
+        with pytest.raises(RequestError):
+            await anext(engine.generate_all([([1], long), ([9999], long)]))
+        assert not engine._client._requests
+
+        whole = "".join(delta.text for delta in await collect(engine, [5], max_tokens=20))
+        stopping = SamplingParams(max_tokens=500, stop=[whole[8:10]])
+        got: dict[int, list[OutputDelta]] = {0: [], 1: [], 2: []}
+        async for batch in engine.generate_all(
+            [([4], SamplingParams(max_tokens=9)), ([5], stopping), ([6], long)], "mine"
+        ):
+            assert len({index for index, _ in batch}) == len(batch)
+            for index, delta in batch:
+                got[index].append(delta)
+            if got[0][-1:] and got[0][-1].finish_reason and got[1][-1].finish_reason and not got[2][-1].finish_reason:
+                assert len(engine._client._requests._live) == 1
+                await engine.abort("mine")
+            await asyncio.sleep(0.01)
+        assert tokens(got[0]) == expected([4], 9)
+        assert "".join(delta.text for delta in got[1]) == whole[: whole.index(whole[8:10])]
+        assert tokens(got[2]) == expected([6], len(tokens(got[2])))
+        assert [deltas[-1].finish_reason for deltas in got.values()] == ["length", "stop", "abort"]
+        assert not await engine.abort("mine") and not engine._mailboxes and not engine._named
+
+    with_engine(body)
+
+
+def test_an_error_comes_after_what_came_before() -> None:
+    """News that pile up: the tokens before the engine was lost are delivered, then its error is raised."""
+
+    async def body(engine: AsyncEngine) -> None:
+        stream = engine.generate([5], SamplingParams(max_tokens=500))
+        got = (await anext(stream)).token_ids
+        before = len(engine._client._requests._live[next(iter(engine._mailboxes))].generated)
+        while len(engine._client._requests._live[next(iter(engine._mailboxes))].generated) < before + 5:
+            await asyncio.sleep(0.01)
+        engine.fail("a test", RuntimeError("on purpose"))
+        got += (await anext(stream)).token_ids
+        assert got == expected([5], len(got)) and len(got) >= before + 5
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
+
+    with_engine(body)
+
+
+def test_a_deadline_waits_for_no_tick() -> None:
+    """Bug: deadlines were only looked at ten times a second, and when tokens came. None comes here: the scheduler is
+    stopped. Requests that begin with a tick would be 68 ms late and more."""
+
+    async def body(engine: AsyncEngine) -> None:
+        loop, late_s = asyncio.get_running_loop(), []
+        scheduler = engine.health().processes["scheduler"].pid
+        os.kill(scheduler, signal.SIGSTOP)
+        for timeout_s in (0.011, 0.021, 0.031, 0.012, 0.022, 0.032, 0.013, 0.023):
+            start_s = loop.time()
+            deltas = await collect(engine, [6], max_tokens=500, timeout_s=timeout_s)
+            late_s.append(loop.time() - start_s - timeout_s)
+            assert deltas[-1].finish_reason == "timeout"
+        os.kill(scheduler, signal.SIGCONT)
+        assert sorted(late_s)[len(late_s) // 2] < 0.04
+
+    with_engine(body)
+
+
 def test_refusals() -> None:
     """By the frontend before anything is sent, by the scheduler as the stream's first news; the engine goes on."""
 

@@ -1,5 +1,6 @@
 """A bad value is refused in the same words by HTTP, ZMQ, Python and the command line: the ranges have one home."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from depthbatch.common.errors import RequestError
 from depthbatch.deploy.cli import main as cli
 from depthbatch.frontend.client import Client
+from depthbatch.frontend.http.request_fields import ENGINE_FIELDS
 from depthbatch.frontend.http.schemas import ChatRequest, CompletionRequest
 from depthbatch.frontend.params import RANGES, SamplingParams
 from fakes.running import LIMIT_S, RunningFrontend
@@ -74,6 +76,21 @@ def test_the_document_has_the_ranges_of_the_table() -> None:
                 low = number.get("minimum", number.get("exclusiveMinimum"))
                 assert (low, number["maximum"]) == (RANGES[name].low, RANGES[name].high), name
                 assert ("exclusiveMinimum" in number) == RANGES[name].low_open
+
+
+def test_http_names_are_not_the_engines(frontend: RunningFrontend) -> None:
+    """A client of HTTP names a request as another API's is called: only requests that came by HTTP have names there."""
+    native = Client(f"ipc://{frontend.engine.run_dir}/api", LIMIT_S)
+    messages = native.generate([7], max_tokens=100, ignore_eos=True)
+    assert next(messages)["type"] == "tokens"
+    names = list(frontend.engine._named)
+    answer = httpx.post(frontend.url + "/abort", json={"request_id": names}, timeout=LIMIT_S)
+    assert names and answer.json() == {"aborted": []}
+    assert list(messages)[-1]["finish_reason"] == "length"
+    native.close()
+    assert {"temperature", "top_k", "seed", "stop", "timeout_s", "exit_depths"} <= set(ENGINE_FIELDS)
+    own = {"max_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex", "choice"}  # spelled otherwise by HTTP
+    assert set(ENGINE_FIELDS) == {field.name for field in dataclasses.fields(SamplingParams)} - own
 
 
 def test_a_seed_draws_the_same_by_every_way(frontend: RunningFrontend) -> None:
