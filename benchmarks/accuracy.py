@@ -11,10 +11,10 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.record import write_json
@@ -220,7 +220,7 @@ def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> R
         report = depth_report(examples, full, fixed_answers, others[len(fixed) :])
         report["by_layout"] = [_layout_row(info, report["full_depth_accuracy"])]
         for layout, loops in runs:
-            with _engine(replace(config, kv_layout=layout, max_loops=loops)) as llm:
+            with _engine(msgspec.structs.replace(config, kv_layout=layout, max_loops=loops)) as llm:
                 (answers,) = ask(llm, examples, [FULL_DEPTH], bar.update)
                 report["by_layout"].append(_layout_row(llm.info, score(examples, answers.outputs).accuracy))
     return {"r_max": info.r_max, "kv_layout": str(info.kv_layout), "dtype": info.dtype} | report

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,7 +94,9 @@ def run_latency(args: argparse.Namespace) -> int:
         raise ConfigError("batch, context, tokens and rounds must be at least 1")
     config = config_from_sources(args, model=args.model)
     longest = max(args.context) + args.tokens + 1
-    config = replace(config, policy="no-refill", max_num_seqs=max(args.batch), min_free_slots=1, max_model_len=longest)
+    config = msgspec.structs.replace(
+        config, policy="no-refill", max_num_seqs=max(args.batch), min_free_slots=1, max_model_len=longest
+    )
     with LLM.from_config(config) as llm:
         loops = args.loops or sorted({1, max(1, llm.info.r_max // 2), llm.info.r_max})
         points = [Point(b, c, r) for b in args.batch for c in args.context for r in loops]

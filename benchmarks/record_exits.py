@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.workload import Workload
@@ -36,7 +37,7 @@ def run_record_exits(args: argparse.Namespace) -> int:
     if config.gate == "none":
         raise ConfigError("gate none lets no token exit early; give another --gate")
     if config.max_model_len is None:
-        config = replace(config, max_model_len=workload.longest)
+        config = msgspec.structs.replace(config, max_model_len=workload.longest)
     with LLM.from_config(config) as llm:
         if not llm.info.default_gate.may_exit_early:
             raise ConfigError(f"gate {llm.info.default_gate.label} lets no token exit early; give --gate")

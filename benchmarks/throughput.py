@@ -7,9 +7,9 @@ Depths are replayed, so that every policy does the same work; prompts are made-u
 import argparse
 import sys
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.flops import stage_flops
@@ -81,7 +81,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     for choice in [PolicyChoice(BASELINE, None), *(c for c in choices if c.policy != BASELINE)]:
         k = args.k if choice.k is None else choice.k
         options = scheduling_options(args, k if choice.policy == "refill" else None)
-        config = replace(base, policy=choice.policy, **options)
+        config = msgspec.structs.replace(base, policy=choice.policy, **options)
         if workload is None:
             limits = _limits(config)
             workload = fitting(workload_from_arguments(args, limits.r_max, base.seed), limits.max_positions)
@@ -100,7 +100,7 @@ def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Reco
     from depthbatch.frontend.params import SamplingParams
 
     if config.max_model_len is None:
-        config = replace(config, max_model_len=workload.longest)
+        config = msgspec.structs.replace(config, max_model_len=workload.longest)
     with LLM.from_config(config, quiet=True) as llm:
         prompts = [r.prompt(index, llm.info.vocab_size).tolist() for index, r in enumerate(workload.requests)]
         params = [request.sampling() for request in workload.requests]

@@ -9,10 +9,10 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from depthbatch.benchmarks.workload import Workload
@@ -70,8 +70,10 @@ def run_trace(args: argparse.Namespace) -> int:
     options = EngineConfig(policy=args.policy, preemption="off", **scheduling_options(args, args.k))
     info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
     if args.live:
-        live = replace(options, device=f"simulated:{args.profile}", async_scheduling=args.async_scheduling)
-        lines = live_trace(workload, replace(live, max_loops=args.r_max), info.num_blocks - 1)
+        live = msgspec.structs.replace(
+            options, device=f"simulated:{args.profile}", async_scheduling=args.async_scheduling
+        )
+        lines = live_trace(workload, msgspec.structs.replace(live, max_loops=args.r_max), info.num_blocks - 1)
     else:
         lines = trace(workload, SchedulerConfig.resolve(options, info))
     for count, line in enumerate(lines, start=1):
@@ -88,7 +90,9 @@ def live_trace(workload: Workload, options: EngineConfig, kv_blocks: int) -> Ite
     order = sorted(workload.requests, key=lambda request: request.arrival_s)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "stages.jsonl")
-        config = replace(options, stage_trace=str(path), kv_blocks=kv_blocks, max_model_len=max(workload.longest, 2))
+        config = msgspec.structs.replace(
+            options, stage_trace=str(path), kv_blocks=kv_blocks, max_model_len=max(workload.longest, 2)
+        )
         with LLM.from_config(config, quiet=True) as llm:
             params = [request.sampling() for request in order]
             prompts = [request.prompt(index, llm.info.vocab_size).tolist() for index, request in enumerate(order)]

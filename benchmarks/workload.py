@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import MAX_DEPTH
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from depthbatch.frontend.params import SamplingParams
 
 _KEYS = {"prompt_tokens", "output_tokens", "exit_depths", "arrival_s"}
-MAX_DEPTH = 255
 
 
 @dataclass(frozen=True)

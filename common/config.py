@@ -9,13 +9,14 @@ import argparse
 import json
 import os
 import tomllib
-import types
-import typing
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
@@ -26,86 +27,178 @@ OBJECTIVES = ("throughput", "latency", "goodput")
 ASYNC_MODES = ("off", "async", "lookahead")
 PREEMPTION = ("off", "recompute")
 PREFIX_CACHING = ("off", "on")
-
-
+KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 ENGINE_GATES = tuple(gate.label for gate in Gate if gate not in (Gate.FIXED, Gate.REPLAY))  # those need request fields
 ENVIRONMENT_PREFIX = "DEPTHBATCH_"
 
-
-def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    bare: str | None = None,
-) -> Any:
-    """A field with what its command-line option needs: help, the values or the (inclusive) range it may take, and what
-    it means without a value."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "bare": bare})
+Natural = Annotated[int, Meta(ge=1)]
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """Every option of the engine. None means: found out at start (the help says from what)."""
+def option(help: str, choices: tuple[str, ...] | None = None, bare: str | None = None) -> Meta:
+    """What a field's command-line option needs beside its type: help, the values it may take, and what it means without
+    a value."""
+    return Meta(description=help, extra={"choices": choices, "bare": bare})
 
-    model: str = option("demo", "model directory, Hugging Face repo id, or 'demo'")
-    load_format: str = option("auto", "'dummy' makes seeded random weights from config.json", ("auto", "dummy"))
-    device: str = option("auto", "auto, cpu, cuda or simulated:PROFILE.json")
-    dtype: str = option("auto", "dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16"))
-    policy: str = option("auto", "how stages are ordered; auto learns when from measured costs and exits", POLICIES)
-    objective: str = option("throughput", "what auto aims at; the others than throughput have targets", OBJECTIVES)
-    ttft_target_ms: float | None = option(
-        None, "time to first token that latency and goodput aim at, from arrival (default there: 1000)", low=1.0
-    )
-    itl_target_ms: float | None = option(
-        None,
-        "inter-token latency that latency (between any two tokens) and goodput (mean of a request) aim at "
-        "(default there: 100)",
-        low=0.1,
-    )
-    max_num_seqs: int = option(64, "W: most sequences that are active at a time", low=1, high=65535)
-    max_num_batched_tokens: int = option(8192, "M: most prompt tokens in one prefill batch", low=1)
-    min_free_slots: int | None = option(
-        None, "S: free slots that a prefill waits for (default max(1, W // 8)); auto starts with it", low=1
-    )
-    min_coda_batch: int | None = option(
-        None,
-        "K: exited rows that coda waits for under refill (default 1, or W // 4 with layers outside the core)",
-        low=1,
-    )
-    kv_headroom: float = option(0.0, "share of the KV blocks kept free at admission", low=0.0, high=0.9)
-    kv_layout: str | None = option(
-        None,
-        "KV layout (default: the model's)",
-        tuple(KVLayout),
-    )
-    kv_blocks: int | None = option(None, "KV blocks (default: from the free memory)", low=1)
-    block_size: int | None = option(None, "tokens per KV block (default: the attention backend's)", low=1)
-    max_model_len: int | None = option(None, "longest sequence, prompt and output (default: the model's)", low=1)
-    gate: str | None = option(None, "exit gate of requests that name none (default: the model's)", ENGINE_GATES)
-    exit_threshold: float | None = option(
-        None, "exit threshold of requests that name none (default: the model's)", low=0.0
-    )
-    min_loops: int | None = option(None, "fewest loops before a gate may exit (default: the model's)", low=1)
-    max_loops: int | None = option(None, "r_max: loops of a full-depth token (default: the model's)", low=1)
-    state_init: str = option(
-        "zero",
-        "initial recurrent state of models that have one: zeros, or a function of (seed, position)",
-        ("zero", "seeded"),
-    )
-    preemption: str = option("recompute", "what happens when KV blocks run out", PREEMPTION)
-    prefix_caching: str = option(
-        "off", "keep the K/V of prompts, so that prompts which begin alike share them", PREFIX_CACHING, bare="on"
-    )
-    stage_trace: str | None = option(None, "file that gets one JSON line a stage, in launch order (scheduling trace)")
-    async_scheduling: str = option("lookahead", "how far the scheduler runs ahead of the worker", ASYNC_MODES)
-    threads: int | None = option(None, "threads of the CPU worker (default: the cores it may use)", low=1)
-    seed: int = option(0, "seed of dummy weights and of requests that name none", low=0, high=2**63 - 1)
+
+class Option(NamedTuple):
+    """One option of a configuration, as its field declares it."""
+
+    name: str
+    hint: Any  # what msgspec checks: the field's type, or a Literal of its choices
+    kind: type  # int, float or str: that type without None and ranges
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+    low: float | None
+    high: float | None
+    bare: str | None
+
+    def check(self, value: Any, source: str) -> None:
+        """Type, choices and range of one value; raises ConfigError naming ``source`` and the value."""
+        if _is_a(value, self.hint):
+            return
+        if not _is_a(value, self.kind):
+            raise ConfigError(f"{source} must be {self.kind.__name__}, not {value!r}")
+        if self.choices is not None:
+            raise ConfigError(f"{source} must be one of {', '.join(self.choices)}, not {value!r}")
+        bounds = f"at least {self.low}" if self.high is None else f"between {self.low} and {self.high}"
+        raise ConfigError(f"{source} must be {bounds}, not {value!r}")
+
+    def parse(self, text: str, source: str) -> Any:
+        """A value from text; an empty one clears a field that may be None. Raises ConfigError."""
+        if self.default is None and not text:
+            return None
+        try:
+            value = self.kind(text)
+        except ValueError:
+            article = "a whole number" if self.kind is int else "a number"
+            raise ConfigError(f"{source} must be {article}, not {text!r}") from None
+        self.check(value, source)
+        return value
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of configurations. Making one raises ConfigError on a value that its field's type does not hold."""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            check_option(entry, getattr(self, entry.name), entry.name)
+        for entry in options_of(type(self)).values():
+            entry.check(getattr(self, entry.name), entry.name)
+
+
+@cache
+def options_of(kind: type[Options]) -> Mapping[str, Option]:
+    """The options of a configuration, by name."""
+    return {field.name: _option(field) for field in msgspec.structs.fields(kind)}
+
+
+def _option(field: msgspec.structs.FieldInfo) -> Option:
+    info = msgspec.inspect.type_info(field.type)
+    assert isinstance(info, msgspec.inspect.Metadata) and info.extra_json_schema and info.extra
+    arms = info.type.types if isinstance(info.type, msgspec.inspect.UnionType) else (info.type,)
+    arm = arms[0]
+    choices = info.extra["choices"]
+    literal = Literal[choices] if choices else None  # type: ignore[valid-type]
+    return Option(
+        name=field.name,
+        hint=field.type if literal is None else literal if field.default is not None else literal | None,
+        kind={msgspec.inspect.IntType: int, msgspec.inspect.FloatType: float}.get(type(arm), str),
+        default=field.default,
+        help=info.extra_json_schema["description"],
+        low=getattr(arm, "ge", None),
+        high=getattr(arm, "le", None),
+        **info.extra,
+    )
+
+
+class EngineConfig(Options, frozen=True):
+    """Every option of the engine. None means: found out at start (the help says from what)."""
+
+    model: Annotated[str, option("model directory, Hugging Face repo id, or 'demo'")] = "demo"
+    load_format: Annotated[str, option("'dummy' makes seeded random weights from config.json", ("auto", "dummy"))] = (
+        "auto"
+    )
+    device: Annotated[str, option("auto, cpu, cuda or simulated:PROFILE.json")] = "auto"
+    dtype: Annotated[
+        str, option("dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16"))
+    ] = "auto"
+    policy: Annotated[
+        str, option("how stages are ordered; auto learns when from measured costs and exits", POLICIES)
+    ] = "auto"
+    objective: Annotated[str, option("what auto aims at; the others than throughput have targets", OBJECTIVES)] = (
+        "throughput"
+    )
+    ttft_target_ms: Annotated[
+        Annotated[float, Meta(ge=1.0)] | None,
+        option("time to first token that latency and goodput aim at, from arrival (default there: 1000)"),
+    ] = None
+    itl_target_ms: Annotated[
+        Annotated[float, Meta(ge=0.1)] | None,
+        option(
+            "inter-token latency that latency (between any two tokens) and goodput (mean of a request) aim at "
+            "(default there: 100)"
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)], option("W: most sequences that are active at a time")
+    ] = 64
+    max_num_batched_tokens: Annotated[Natural, option("M: most prompt tokens in one prefill batch")] = 8192
+    min_free_slots: Annotated[
+        Natural | None, option("S: free slots that a prefill waits for (default max(1, W // 8)); auto starts with it")
+    ] = None
+    min_coda_batch: Annotated[
+        Natural | None,
+        option("K: exited rows that coda waits for under refill (default 1, or W // 4 with layers outside the core)"),
+    ] = None
+    kv_headroom: Annotated[
+        Annotated[float, Meta(ge=0.0, le=0.9)], option("share of the KV blocks kept free at admission")
+    ] = 0.0
+    kv_layout: Annotated[str | None, option("KV layout (default: the model's)", KV_LAYOUTS)] = None
+    kv_blocks: Annotated[Natural | None, option("KV blocks (default: from the free memory)")] = None
+    block_size: Annotated[Natural | None, option("tokens per KV block (default: the attention backend's)")] = None
+    max_model_len: Annotated[Natural | None, option("longest sequence, prompt and output (default: the model's)")] = (
+        None
+    )
+    gate: Annotated[str | None, option("exit gate of requests that name none (default: the model's)", ENGINE_GATES)] = (
+        None
+    )
+    exit_threshold: Annotated[
+        Annotated[float, Meta(ge=0.0)] | None,
+        option("exit threshold of requests that name none (default: the model's)"),
+    ] = None
+    min_loops: Annotated[Natural | None, option("fewest loops before a gate may exit (default: the model's)")] = None
+    max_loops: Annotated[Natural | None, option("r_max: loops of a full-depth token (default: the model's)")] = None
+    state_init: Annotated[
+        str,
+        option(
+            "initial recurrent state of models that have one: zeros, or a function of (seed, position)",
+            ("zero", "seeded"),
+        ),
+    ] = "zero"
+    preemption: Annotated[str, option("what happens when KV blocks run out", PREEMPTION)] = "recompute"
+    prefix_caching: Annotated[
+        str, option("keep the K/V of prompts, so that prompts which begin alike share them", PREFIX_CACHING, bare="on")
+    ] = "off"
+    stage_trace: Annotated[
+        str | None, option("file that gets one JSON line a stage, in launch order (scheduling trace)")
+    ] = None
+    async_scheduling: Annotated[str, option("how far the scheduler runs ahead of the worker", ASYNC_MODES)] = (
+        "lookahead"
+    )
+    threads: Annotated[Natural | None, option("threads of the CPU worker (default: the cores it may use)")] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("simulated:"):
             raise ConfigError(f"device must be auto, cpu, cuda or simulated:PROFILE.json, not {self.device!r}")
         if self.min_loops is not None and self.max_loops is not None and self.min_loops > self.max_loops:
@@ -127,7 +220,7 @@ class EngineConfig:
 
     def to_json(self) -> str:
         """The form in which it is passed to child processes."""
-        return json.dumps(asdict(self))
+        return json.dumps(msgspec.structs.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "EngineConfig":
@@ -147,7 +240,7 @@ class EngineConfig:
         return cls(**values)
 
 
-FIELDS = {entry.name: entry for entry in fields(EngineConfig)}
+FIELDS = options_of(EngineConfig)
 FIELD_NAMES = tuple(FIELDS)
 
 
@@ -162,24 +255,22 @@ def add_config_arguments(parser: argparse.ArgumentParser, names: Collection[str]
 
 
 def add_option_arguments(
-    parser: argparse.ArgumentParser, options: Mapping[str, Any], title: str, names: Collection[str] = ()
+    parser: argparse.ArgumentParser, options: Mapping[str, Option], title: str, names: Collection[str] = ()
 ) -> None:
-    """An argument for every field of a configuration dataclass (name -> dataclasses.Field)."""
+    """An argument for every option of a configuration."""
     group = parser.add_argument_group(title)
     for name, entry in options.items():
         if name == "model" or (names and name not in names):
             continue
         default = "" if entry.default is None else f" (default {entry.default})"
-        choices = entry.metadata["choices"]
-        bare = entry.metadata.get("bare")
         group.add_argument(
             "--" + name.replace("_", "-"),
             dest=name,
             default=argparse.SUPPRESS,
-            nargs=None if bare is None else "?",
-            const=bare,
-            metavar="|".join(choices) if choices else plain_type(entry).__name__.upper(),
-            help=entry.metadata["help"].replace("%", "%%") + default,
+            nargs=None if entry.bare is None else "?",
+            const=entry.bare,
+            metavar="|".join(entry.choices) if entry.choices else entry.kind.__name__.upper(),
+            help=entry.help.replace("%", "%%") + default,
         )
 
 
@@ -199,8 +290,8 @@ def config_from_sources(
 def values_from_sources(
     arguments: argparse.Namespace,
     environ: Mapping[str, str],
-    options: Mapping[str, Any],
-    others: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Option],
+    others: Mapping[str, Option] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The values of ``options`` that some source gives. ``others``: fields of other configurations, which the TOML
     file may hold too. Raises ConfigError."""
@@ -212,14 +303,14 @@ def values_from_sources(
     for name, entry in options.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if variable in environ:
-            values[name] = _parse(entry, environ[variable], variable)
+            values[name] = entry.parse(environ[variable], variable)
     for name, entry in options.items():
         if name in arguments and name != "model":
-            values[name] = _parse(entry, getattr(arguments, name), "--" + name.replace("_", "-"))
+            values[name] = entry.parse(getattr(arguments, name), "--" + name.replace("_", "-"))
     return values
 
 
-def read_toml(path: Path, options: Mapping[str, Any] = FIELDS) -> dict[str, Any]:
+def read_toml(path: Path, options: Mapping[str, Option] = FIELDS) -> dict[str, Any]:
     """The options of a TOML file; names with dashes or underscores. Raises ConfigError naming file, key and value."""
     try:
         with path.open("rb") as file:
@@ -233,56 +324,17 @@ def read_toml(path: Path, options: Mapping[str, Any] = FIELDS) -> dict[str, Any]
         name = key.replace("-", "_")
         if name not in options:
             raise ConfigError(f"{path}: unknown key {key!r}{_did_you_mean(name, options)}")
-        check_option(options[name], value, f"{path}: {key}")
+        options[name].check(value, f"{path}: {key}")
         values[name] = value
     return values
 
 
-def to_toml(config: Any) -> str:
+def to_toml(config: Options) -> str:
     """What --print-config prints: a file that --config reads back as the same configuration."""
     lines = []
-    for name, value in asdict(config).items():
+    for name, value in msgspec.structs.asdict(config).items():
         lines.append(f"# {name} = (found at start)" if value is None else f"{name} = {json.dumps(value)}")
     return "\n".join(lines)
-
-
-def plain_type(entry: Any) -> type:
-    """int, float or str: a field's type without None."""
-    hint = entry.type
-    if isinstance(hint, types.UnionType):
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    assert isinstance(hint, type)
-    return hint
-
-
-def _parse(entry: Any, text: str, source: str) -> Any:
-    """A value from text; an empty one clears a field that may be None."""
-    if entry.default is None and not text:
-        return None
-    kind = plain_type(entry)
-    try:
-        value = kind(text)
-    except ValueError:
-        article = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{source} must be {article}, not {text!r}") from None
-    check_option(entry, value, source)
-    return value
-
-
-def check_option(entry: Any, value: Any, source: str) -> None:
-    """Type, choices and range of one value; raises ConfigError naming ``source`` and the value."""
-    if value is None and entry.default is None:
-        return
-    kind = plain_type(entry)
-    accepted = (int, float) if kind is float else (kind,)
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        raise ConfigError(f"{source} must be {kind.__name__}, not {value!r}")
-    choices, low, high = (entry.metadata[key] for key in ("choices", "low", "high"))
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {value!r}")
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{source} must be {bounds}, not {value!r}")
 
 
 def _did_you_mean(name: str, known: Collection[str]) -> str:

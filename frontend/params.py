@@ -9,13 +9,13 @@ import argparse
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from depthbatch.common.errors import RequestError
-from depthbatch.common.frames import MAX_LOGPROBS
+from depthbatch.common.frames import MAX_DEPTH, MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import MAX_PRIORITY, EngineInfo, RequestParams
@@ -27,7 +27,6 @@ MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 512
 MAX_STOP_TOKEN_IDS = 256
 MAX_EXIT_DEPTHS = 1 << 20
-MAX_LOOPS = 255  # a byte of the frames
 INT32_MAX = 2**31 - 1
 SEED_MASK = (1 << 64) - 1
 SHOWN_CHARS = 80
@@ -61,9 +60,9 @@ RANGES = {
     "seed": Range(int, -(2**63), SEED_MASK),
     "min_tokens": Range(int, 0, INT32_MAX),
     "exit_threshold": Range(float, 0.0, 1e6),
-    "min_loops": Range(int, 1, MAX_LOOPS),
-    "max_loops": Range(int, 1, MAX_LOOPS),
-    "num_loops": Range(int, 1, MAX_LOOPS),
+    "min_loops": Range(int, 1, MAX_DEPTH),
+    "max_loops": Range(int, 1, MAX_DEPTH),
+    "num_loops": Range(int, 1, MAX_DEPTH),
     "priority": Range(int, 1 - MAX_PRIORITY, MAX_PRIORITY - 1),
     "timeout_s": Range(float, 0.0, 86400.0, low_open=True),
     "presence_penalty": Range(float, -2.0, 2.0),
@@ -75,8 +74,7 @@ RANGES = {
 BIAS = Range(float, -100.0, 100.0)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """Parameters of one request; None means the engine's default.
 
     Raises RequestError (``param`` names the field) on a value that no engine could take.
@@ -117,23 +115,30 @@ class SamplingParams:
                 _check_number(name, value, bounds)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}", "ignore_eos")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        stop_token_ids = _whole_numbers("stop_token_ids", self.stop_token_ids, 0, INT32_MAX, MAX_STOP_TOKEN_IDS)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        constraint = canonical_constraint(self.json_schema, self.regex, self.choice)
-        for name, value in zip(("json_schema", "regex", "choice"), constraint, strict=True):
-            object.__setattr__(self, name, value)
+        for name, value in self._as_kept().items():
+            msgspec.structs.force_setattr(self, name, value)
         for name in ("ignore_eos", "min_tokens"):
             if self.constraint is not None and getattr(self, name):
                 raise RequestError(f"{name} cannot be combined with {self.constraint}", name)
-        if self.exit_depths is not None:
-            depths = _whole_numbers("exit_depths", self.exit_depths, 1, MAX_LOOPS, MAX_EXIT_DEPTHS)
-            object.__setattr__(self, "exit_depths", depths)
         if self.gate is not None and (not isinstance(self.gate, str) or self.gate not in GATE_BY_LABEL):
             raise RequestError(f"gate must be one of {', '.join(GATE_BY_LABEL)}, not {shown(self.gate)}", "gate")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
+
+    def _as_kept(self) -> dict[str, Any]:
+        """What a caller may write in several ways, in the one way that it is kept. Raises RequestError."""
+        json_schema, regex, choice = canonical_constraint(self.json_schema, self.regex, self.choice)
+        kept: dict[str, Any] = {
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _whole_numbers("stop_token_ids", self.stop_token_ids, 0, INT32_MAX, MAX_STOP_TOKEN_IDS),
+            "logit_bias": _bias_pairs(self.logit_bias),
+            "json_schema": json_schema,
+            "regex": regex,
+            "choice": choice,
+        }
+        if self.exit_depths is not None:
+            kept["exit_depths"] = _whole_numbers("exit_depths", self.exit_depths, 1, MAX_DEPTH, MAX_EXIT_DEPTHS)
+        return kept
 
     @property
     def constraint(self) -> str | None:
@@ -149,7 +154,7 @@ class SamplingParams:
         return grammar_text(self.json_schema, self.regex, self.choice or ())
 
 
-_DEFAULTS = {entry.name: entry.default for entry in fields(SamplingParams)}
+_DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
 
 
 def shown(value: Any) -> str:
@@ -223,7 +228,7 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         return ()
     if not isinstance(bias, Mapping):
         if isinstance(bias, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias):
-            return _bias_pairs(dict(bias))  # dataclasses.replace hands back what we made of it
+            return _bias_pairs(dict(bias))  # replace hands back what we made of it
         raise RequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}", "logit_bias")
     if len(bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}", "logit_bias")
@@ -249,6 +254,9 @@ class Depth(NamedTuple):
     max_loops: int
 
 
+RESOLVED_FIELDS = RequestParams.__struct_fields__
+
+
 class RequestDefaults:
     """What the running engine gives to requests that do not say, and what it refuses."""
 
@@ -271,29 +279,21 @@ class RequestDefaults:
             raise RequestError("min_tokens: every token of the vocabulary is a stop token", "min_tokens")
         depth = self._depth(params)
         seed = _mix(self._seed, ordinal) if params.seed is None else params.seed & SEED_MASK
-        return RequestParams(
-            max_tokens=max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=stop_token_ids,
-            temperature=float(params.temperature),
-            top_k=max(params.top_k, 0),
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
-            seed=seed,
-            gate=depth.gate,
-            exit_threshold=depth.exit_threshold,
-            min_loops=depth.min_loops,
-            max_loops=depth.max_loops,
-            exit_depths=bytes(params.exit_depths or ()),
-            priority=params.priority,
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
-            repetition_penalty=float(params.repetition_penalty),
-            logit_bias=self._logit_bias(params),
-            logprobs=self._wants("logprobs", params.logprobs),
-            prompt_logprobs=self._wants("prompt_logprobs", params.prompt_logprobs),
-            grammar=self._grammar(params),
-        )
+        resolved = {
+            "max_tokens": max_tokens,
+            "stop_token_ids": stop_token_ids,
+            "top_k": max(params.top_k, 0),
+            "seed": seed,
+            **depth._asdict(),
+            "exit_depths": bytes(params.exit_depths or ()),
+            "logit_bias": self._logit_bias(params),
+            "logprobs": self._wants("logprobs", params.logprobs),
+            "prompt_logprobs": self._wants("prompt_logprobs", params.prompt_logprobs),
+            "grammar": self._grammar(params),
+        }
+        # what has one name and one meaning on both sides
+        plain = {name: RANGES[name].kind(getattr(params, name)) for name in RESOLVED_FIELDS if name not in resolved}
+        return RequestParams(**resolved, **plain)
 
     def _grammar(self, params: SamplingParams) -> str:
         name = params.constraint

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.run_dir import RunDir
@@ -192,7 +193,7 @@ class Launcher:
         return self._run_dir.path
 
     def pin_kv_blocks(self, kv_blocks: int) -> None:
-        self._config = replace(self._config, kv_blocks=kv_blocks)
+        self._config = msgspec.structs.replace(self._config, kv_blocks=kv_blocks)
 
     def start(self, name: str) -> None:
         """Runs ``depthbatch.NAME``."""

@@ -50,7 +50,7 @@ class HealthVerb(_Verb, frozen=True, tag="health"):
 
 ApiRequest = SubmitVerb | AbortVerb | StatsVerb | HealthVerb
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_FIELDS = frozenset(SamplingParams.__struct_fields__)
 _encode = msgspec.msgpack.Encoder().encode
 
 

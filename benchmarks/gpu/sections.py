@@ -8,11 +8,11 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -208,7 +208,7 @@ def fidelity(setup: Setup) -> Iterator[tuple[str, Result]]:
 def _compare(setup: Setup, model: str, dtype: str, backend: str) -> Result:
     cpu = torch.device("cpu")
     config = _fidelity_config(setup, model, dtype, backend)
-    plain_config = replace(config, block_size=16, async_scheduling="off")
+    plain_config = msgspec.structs.replace(config, block_size=16, async_scheduling="off")
     loaded = load_model(plain_config.model, dtype, cpu)
     want = _answers(assemble(plain_config, loaded, cpu, "sdpa"), plain_config)
     got = _answers(overlapped(setup, config, backend), config)
@@ -424,7 +424,7 @@ def engines(setup: Setup, model: str) -> Iterator[tuple[str, Result]]:
     )
     flops, baseline = stage_flops(base), None
     for label, policy, mode in ENGINES:
-        record = measure(replace(base, policy=policy, async_scheduling=mode), workload, flops)
+        record = measure(msgspec.structs.replace(base, policy=policy, async_scheduling=mode), workload, flops)
         baseline = record if policy == "cb" else baseline
         if baseline is not None:
             record.compare_with(baseline)

@@ -75,7 +75,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = [name for name in SamplingParams.__annotations__ if name not in SHARED_OPTIONS]
+    names = [name for name in SamplingParams.__struct_fields__ if name not in SHARED_OPTIONS]
     return SamplingParams(**{name: getattr(args, name) for name in names if name in args})
 
 

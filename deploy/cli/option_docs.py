@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
-from depthbatch.common.config import FIELDS, plain_type
+from depthbatch.common.config import FIELDS, Option
 from depthbatch.frontend.http.settings import HTTP_FIELDS
 
 HEADER = """# Options
@@ -24,21 +23,21 @@ def option_reference() -> str:
     return f"{HEADER}\n{engine}\n{http}"
 
 
-def _table(title: str, text: str, options: Mapping[str, Any]) -> str:
+def _table(title: str, text: str, options: Mapping[str, Option]) -> str:
     lines = [f"## {title}", "", text, "", "| option | values | default | |", "|---|---|---|---|"]
     for name, entry in options.items():
         if name == "model":
             continue
         default = "" if entry.default is None else f"`{entry.default}`"
-        lines.append(f"| `--{name.replace('_', '-')}` | {_values(entry)} | {default} | {entry.metadata['help']} |")
+        lines.append(f"| `--{name.replace('_', '-')}` | {_values(entry)} | {default} | {entry.help} |")
     return "\n".join(lines) + "\n"
 
 
-def _values(entry: Any) -> str:
-    choices, low, high = (entry.metadata[key] for key in ("choices", "low", "high"))
-    if choices:
-        return ", ".join(f"`{choice}`" for choice in choices)
-    kind = {int: "whole number", float: "number", str: "text"}[plain_type(entry)]
+def _values(entry: Option) -> str:
+    low, high = entry.low, entry.high
+    if entry.choices:
+        return ", ".join(f"`{choice}`" for choice in entry.choices)
+    kind = {int: "whole number", float: "number", str: "text"}[entry.kind]
     bounds = [] if low is None else [f"from {_number(low)}"]
     bounds += [] if high is None else [f"to {_number(high)}"]
     return " ".join([kind, *bounds])

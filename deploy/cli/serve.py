@@ -1,8 +1,9 @@
 """``depthbatch serve``: the OpenAI-compatible server and the native ZMQ API in the foreground, until SIGTERM."""
 
 import argparse
-import dataclasses
 import signal
+
+import msgspec
 
 from depthbatch.common.config import add_config_arguments, add_option_arguments, to_toml
 from depthbatch.common.model_dir import resolve_model_dir
@@ -27,7 +28,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from depthbatch.frontend.http.server import bind
 
     with bind(http_config) as listener:  # before anything is loaded; the frontend binds the same port in a moment
-        http_config = dataclasses.replace(http_config, port=listener.getsockname()[1])
+        http_config = msgspec.structs.replace(http_config, port=listener.getsockname()[1])
     resolve_model_dir(engine_config.model)
     from depthbatch.deploy.supervise.supervision import Supervision
 

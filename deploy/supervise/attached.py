@@ -10,9 +10,10 @@ import os
 import select
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.deploy.supervise.run_files import read_starts, write_config
@@ -127,7 +128,7 @@ class AttachedProcesses:
 
     def pin_kv_blocks(self, kv_blocks: int) -> None:
         """The programs read their configuration from the run directory."""
-        write_config(self.run_dir, replace(self._config, kv_blocks=kv_blocks))
+        write_config(self.run_dir, msgspec.structs.replace(self._config, kv_blocks=kv_blocks))
 
     def start(self, name: str) -> None:
         """Expects a (new) process of that name."""

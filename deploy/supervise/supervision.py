@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+
+import msgspec
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
@@ -41,7 +42,7 @@ class Supervision:
         self._run_dir = RunDir()
         self.path = self._run_dir.path
         write_config(self.path, engine)
-        write_file(self.path / HTTP_FILE, json.dumps(asdict(http)))
+        write_file(self.path / HTTP_FILE, json.dumps(msgspec.structs.asdict(http)))
         self._stop_wait_s = int(http.drain_s) + STOP_MARGIN_S
         self._signals = 0
         self._starts = 0  # of the frontend, which itself counts the restarts of the others

@@ -2,7 +2,6 @@
 fields of the OpenAI API that this engine cannot honour, which are refused by name and never ignored.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +14,7 @@ from depthbatch.frontend.params import SamplingParams
 log = get_logger("http")
 
 # body fields of both endpoints that are the engine's own, name and meaning
-ENGINE_FIELDS = tuple(
-    entry.name for entry in dataclasses.fields(SamplingParams) if entry.name in GenerationFields.model_fields
-)
+ENGINE_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationFields.model_fields)
 ENGINE_NAMES = ("json_schema", "regex", "choice")
 ANY_OBJECT = {"type": "object"}
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from depthbatch.common.frames import MAX_DEPTH
 from depthbatch.common.gates import GATE_BY_LABEL
 from depthbatch.frontend.params import (
     INT32_MAX,
     MAX_EXIT_DEPTHS,
     MAX_LOGIT_BIAS,
-    MAX_LOOPS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -61,7 +61,7 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Depth = Annotated[int, Field(ge=1, le=MAX_LOOPS)]
+Depth = Annotated[int, Field(ge=1, le=MAX_DEPTH)]
 Prompt = (
     Text
     | Annotated[list[TokenId], Field(min_length=1)]

@@ -4,36 +4,42 @@ import argparse
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from typing import Annotated
+
+from msgspec import Meta
 
 from depthbatch.common.config import FIELDS as ENGINE_FIELDS
-from depthbatch.common.config import EngineConfig, check_option, option, values_from_sources
+from depthbatch.common.config import EngineConfig, Natural, Options, option, options_of, values_from_sources
 
 DRAIN_NOTICE = signal.SIGUSR1  # to the frontend: SIGTERM is on its way, take no new work
 
 
-@dataclass(frozen=True)
-class HttpConfig:
+class HttpConfig(Options, frozen=True):
     """Every option of ``depthbatch serve`` that is not the engine's."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "TCP port; 0 = any free one", low=0, high=65535)
-    api_key: str | None = option(None, "keys that clients must send (several: separated by commas); none = open")
-    served_model_name: str | None = option(None, "name clients use (default: the MODEL argument)")
-    max_requests: int = option(8192, "sequences waiting and running; more get 503 with Retry-After", low=1)
-    max_n: int = option(16, "largest n", low=1, high=128)
-    max_body_bytes: int = option(16 << 20, "largest request body", low=1024)
-    max_header_bytes: int = option(64 << 10, "largest request head: request line and headers", low=1024)
-    default_timeout_s: float | None = option(
-        None, "timeout_s of requests that name none (default: no limit)", low=0.001, high=86400.0
-    )
-    drain_s: float = option(30.0, "after SIGTERM, how long running streams may take to finish", low=0.0)
-    stall_s: float = option(30.0, "with work waiting, no step for this long means unhealthy", low=0.1)
-    chat_template_kwargs: str = option("enable_thinking", "names clients may set, separated by commas")
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            check_option(entry, getattr(self, entry.name), entry.name)
+    host: Annotated[str, option("address to listen on")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], option("TCP port; 0 = any free one")] = 8000
+    api_key: Annotated[
+        str | None, option("keys that clients must send (several: separated by commas); none = open")
+    ] = None
+    served_model_name: Annotated[str | None, option("name clients use (default: the MODEL argument)")] = None
+    max_requests: Annotated[Natural, option("sequences waiting and running; more get 503 with Retry-After")] = 8192
+    max_n: Annotated[Annotated[int, Meta(ge=1, le=128)], option("largest n")] = 16
+    max_body_bytes: Annotated[Annotated[int, Meta(ge=1024)], option("largest request body")] = 16 << 20
+    max_header_bytes: Annotated[
+        Annotated[int, Meta(ge=1024)], option("largest request head: request line and headers")
+    ] = 64 << 10
+    default_timeout_s: Annotated[
+        Annotated[float, Meta(ge=0.001, le=86400.0)] | None,
+        option("timeout_s of requests that name none (default: no limit)"),
+    ] = None
+    drain_s: Annotated[
+        Annotated[float, Meta(ge=0.0)], option("after SIGTERM, how long running streams may take to finish")
+    ] = 30.0
+    stall_s: Annotated[
+        Annotated[float, Meta(ge=0.1)], option("with work waiting, no step for this long means unhealthy")
+    ] = 30.0
+    chat_template_kwargs: Annotated[str, option("names clients may set, separated by commas")] = "enable_thinking"
 
     @property
     def api_keys(self) -> tuple[bytes, ...]:
@@ -44,7 +50,7 @@ class HttpConfig:
         return frozenset(name.strip() for name in self.chat_template_kwargs.split(",") if name.strip())
 
 
-HTTP_FIELDS = {entry.name: entry for entry in fields(HttpConfig)}
+HTTP_FIELDS = options_of(HttpConfig)
 
 
 def configs_from_sources(

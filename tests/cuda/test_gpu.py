@@ -4,8 +4,8 @@ The same comparisons run on the CPU with stand-ins (test_overlapped.py, test_pie
 """
 
 import time
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_graphs_equal_the_cpu(model: str, layout: KVLayout, backend: str) -> Non
     plain = assemble(plain_config, load_model(plain_config.model, "float32", CPU), CPU, "sdpa")
     submits = requests(gate, plain.info.r_max)
     want, _ = serve(Scheduler(SchedulerConfig.resolve(plain_config, plain.info)), plain.runner, submits)
-    config = replace(config, block_size=16)
+    config = msgspec.structs.replace(config, block_size=16)
     built = assemble(config, load_model(config.model, "float32", CUDA), CUDA, backend)
     assert isinstance(built.runner, OverlappedRunner)
     got, deepest = serve(Scheduler(SchedulerConfig.resolve(config, built.info)), built.runner, submits)

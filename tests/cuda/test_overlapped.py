@@ -1,9 +1,9 @@
 """The overlapped runner (graphs, staging ring, three streams) against the plain one, on an adverse accelerator."""
 
 import select
-from dataclasses import replace
 from threading import Event
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -63,7 +63,8 @@ def test_rebuilt_sequences_equal_undisturbed_ones(model: str, layout: str, gate:
     scores are those of the plain runner that nothing disturbs."""
     device = resolve_device("cpu")
     plain_config, config = (
-        replace(configure(model, mode, layout), max_num_batched_tokens=512) for mode in ("off", "lookahead")
+        msgspec.structs.replace(configure(model, mode, layout), max_num_batched_tokens=512)
+        for mode in ("off", "lookahead")
     )
     loaded = load_model(config.model, dtype="float32", device=device, load_format="auto", seed=0)
     plain = assemble(plain_config, loaded, device, "sdpa")

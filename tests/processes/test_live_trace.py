@@ -1,8 +1,8 @@
 """``bench trace --live``: the real processes launch exactly the stages of the pure core, in every mode."""
 
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from depthbatch.benchmarks.trace import live_trace, trace, virtual_engine
@@ -23,6 +23,6 @@ def test_live_equals_the_core(policy: str, mode: str) -> None:
     options = EngineConfig(policy=policy, max_num_seqs=16, preemption="off")
     info = virtual_engine(workload, 16, 4, None)
     expected = list(trace(workload, SchedulerConfig.resolve(options, info)))
-    live = replace(options, device="simulated:h100-ouro-1.4b", async_scheduling=mode)
+    live = msgspec.structs.replace(options, device="simulated:h100-ouro-1.4b", async_scheduling=mode)
     assert list(live_trace(workload, live, info.num_blocks - 1)) == expected
     assert len(expected) > 200

@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -383,7 +382,7 @@ def test_garbage_config_is_exit_code_2(run_dir: Path) -> None:
 def test_full_disk_ends_the_trace_only(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Bug: a disk that fills up took the scheduler down with each stage it wrote. Every write to /dev/full fails as one
     to a full disk does; the tokens come all the same, and one warning names the file."""
-    engine = Engine(run_dir, replace(OPTIONS, stage_trace="/dev/full"))
+    engine = Engine(run_dir, msgspec.structs.replace(OPTIONS, stage_trace="/dev/full"))
     worker = FakeWorker(run_dir)
     engine.frontend.until(lambda: engine.frontend.of(EngineReady))
     engine.frontend.link.send(submit(1))
