@@ -296,8 +296,8 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class StageResult(Message, frozen=True):
-    """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). ``flags``: uint8 a row (core:
-    1 = the row's gate fired at this loop; prelude with the preloop gate: the predicted depth). ``logprobs``: one row
+    """``token_ids``: int32, one a sampled sequence in batch order (prefill, coda). With Variant.GATES, uint8 a row:
+    ``fired`` (core; 1 = the row's gate fired at this loop) or ``predicted_depths`` (prelude). ``logprobs``: one row
     (common.frames) a sampled sequence, with Variant.LOGPROBS; ``prompt_logprobs``: one a target. Times are seconds on the
     worker's clock."""
 
@@ -305,7 +305,8 @@ class StageResult(Message, frozen=True):
     start_s: float
     end_s: float
     token_ids: bytes = b""
-    flags: bytes = b""
+    fired: bytes = b""
+    predicted_depths: bytes = b""
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
     failed: tuple[RowFailure, ...] = ()

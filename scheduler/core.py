@@ -1,7 +1,7 @@
 """The scheduler core: a pure state machine. No I/O, no clock, no thread (architecture, section 2).
 
 submit, abort, next_stage and complete are all there is. Row state advances when a stage is dispatched; results bring
-tokens and gate flags. It composes: queues, pools, rows, policy, dispatch, request lifecycle and counters each live in
+tokens and what gates said. It composes: queues, pools, rows, policy, dispatch, request lifecycle and counters each live in
 their own module.
 """
 
@@ -96,7 +96,7 @@ class Scheduler:
         if self.policy.learns:
             self.policy.observe(_retired(step, result))
         if step.decides:
-            self._apply_flags(step, result.flags)
+            self._apply_gates(step, result)
         if step.targets is not None:
             self._deliver_prompt(step.targets, result.prompt_logprobs)
         if step.requests:
@@ -174,17 +174,18 @@ class Scheduler:
 
     # --- results
 
-    def _apply_flags(self, step: InFlightStep, data: bytes) -> None:
+    def _apply_gates(self, step: InFlightStep, result: StageResult) -> None:
         """What gates have said becomes exits."""
-        flags = np.frombuffer(data, np.uint8)
-        if flags.size != step.slots.size:
-            raise ValueError(f"step {step.step_id} has {step.slots.size} rows, its result {flags.size} flags")
+        predicts = step.stage is Stage.PRELUDE
+        said = np.frombuffer(result.predicted_depths if predicts else result.fired, np.uint8)
+        if said.size != step.slots.size:
+            raise ValueError(f"step {step.step_id} has {step.slots.size} rows, gates of its result {said.size}")
         assert step.epochs is not None
-        if step.stage is Stage.PRELUDE:
-            self.admission.rows.set_predicted_depths(step.slots, step.epochs, flags)
+        if predicts:
+            self.admission.rows.set_predicted_depths(step.slots, step.epochs, said)
         else:
             assert step.loops is not None
-            self.admission.rows.fire(step.slots, step.epochs, step.loops, flags)
+            self.admission.rows.fire(step.slots, step.epochs, step.loops, said)
 
     def _deliver_prompt(self, targets: PromptTargets, logprobs: bytes) -> None:
         """Logprobs of prompt tokens become events without tokens."""

@@ -33,7 +33,7 @@ class InFlightStep:
 
     @property
     def decides(self) -> bool:
-        """Its flags steer rows."""
+        """What its gates say steers rows."""
         return self.epochs is not None
 
     @property
@@ -46,7 +46,7 @@ class InFlight:
     """How far the scheduler may run ahead (architecture, section 3; paper 4.3).
 
     ``lookahead``: up to two core steps, everything in between rides along. The exits of a core step follow from the
-    flags of the step before it, so they are known once that one is answered: with two core steps in flight nothing
+    gates of the step before it, so they are known once that one is answered: with two core steps in flight nothing
     more is chosen. ``async``: nothing is chosen while a core step is in flight. ``off``: one stage at a time.
     """
 

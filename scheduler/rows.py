@@ -68,7 +68,7 @@ class RowState:
         self.first_output = np.zeros(rows, np.int32)  # prompt length
         self.order = np.zeros(rows, np.int64)
         self.arrived_s = np.full(rows, np.nan)  # of a request that is admitted for the first time
-        self.epoch = np.zeros(rows, np.int64)  # bumped for every token and owner: late flags of older ones are void
+        self.epoch = np.zeros(rows, np.int64)  # bumped for every token and owner: late exits of older ones are void
         self.sampled = np.zeros(rows, np.bool_)  # temperature > 0
         self.filtered = np.zeros(rows, np.bool_)  # so, and with top-k, top-p or min-p
         self.gated = np.zeros(rows, np.bool_)  # a core step returns a decision
@@ -187,14 +187,14 @@ class RowState:
         undecided = self.own[slots] & (loops >= self.first_flag_loop[slots]) & (loops < self.max_loops[slots])
         return bool(undecided.any())
 
-    def fire(self, slots: SlotArray, epochs: SlotArray, loops: Int32Array, flags: npt.NDArray[np.uint8]) -> None:
-        """Gate flags, [rows], of these loops become exits. Rows that carry another token by now are not touched."""
-        counts = self._decides_for(slots, epochs) & (flags != 0) & self.gated[slots]
+    def fire(self, slots: SlotArray, epochs: SlotArray, loops: Int32Array, fired: npt.NDArray[np.uint8]) -> None:
+        """Gates that fired, [rows], at these loops become exits. Rows that carry another token by now are not touched."""
+        counts = self._decides_for(slots, epochs) & (fired != 0) & self.gated[slots]
         counts &= loops >= self.first_flag_loop[slots]
-        fired = slots[counts]
-        exits = np.minimum(loops[counts] + self.delay[fired], self.exit_loop[fired])
-        self.exit_loop[fired] = exits
-        self._exit(fired[(self.loop[fired] >= exits) & (self.phase[fired] == READY)])
+        rows = slots[counts]
+        exits = np.minimum(loops[counts] + self.delay[rows], self.exit_loop[rows])
+        self.exit_loop[rows] = exits
+        self._exit(rows[(self.loop[rows] >= exits) & (self.phase[rows] == READY)])
 
     def set_predicted_depths(self, slots: SlotArray, epochs: SlotArray, depths: npt.NDArray[np.uint8]) -> None:
         """What preloop gates say of their tokens, [rows]. Rows that carry another token by now are not touched."""

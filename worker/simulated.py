@@ -26,7 +26,7 @@ from depthbatch.common.messages import EngineInfo, StageBatch, StageResult, Vari
 from depthbatch.common.splitmix64 import UNSIGNED, mix64
 from depthbatch.worker.device_profile import DeviceProfile, read_profile
 from depthbatch.worker.runner.stage_input import StageInput, StageLimits, bucket_sizes, parse_stage
-from depthbatch.worker.runner.stage_io import NO_FLAGS, NO_OUTPUT, NO_TOKENS, LaunchedStage, StageOutput
+from depthbatch.worker.runner.stage_io import NO_OUTPUT, LaunchedStage, StageOutput
 
 PREFIX = "simulated:"
 SHIPPED_PROFILES = Path(__file__).resolve().parent / "profiles"
@@ -132,11 +132,11 @@ class SimulatedRunner:
 
     def _output(self, stage: StageInput) -> StageOutput:
         if stage.stage is Stage.CORE and Variant.GATES in stage.variant:
-            return StageOutput(NO_TOKENS, np.zeros(stage.rows, np.uint8))
+            return StageOutput(fired=np.zeros(stage.rows, np.uint8))
         if not stage.given.size:
             return NO_OUTPUT
         ends = stage.positions if stage.chunks is None else stage.positions[stage.chunks.sampled]
-        return StageOutput(self._tokens(stage.given, ends + 1), NO_FLAGS)
+        return StageOutput(self._tokens(stage.given, ends + 1))
 
     def _tokens(self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Int32Array:
         """Tokens of (seed, position): mixed bits, modulo the vocabulary."""

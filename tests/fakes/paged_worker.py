@@ -145,15 +145,16 @@ class PagedWorker:
             Stage.CODA: self._coda,
         }[Stage(header.stage)]
         if header.stage == Stage.PREFILL:
-            tokens, flags = run(stage)
+            tokens, said = run(stage)
         else:
-            tokens, flags = run(stage, self._check_rows(stage))
+            tokens, said = run(stage, self._check_rows(stage))
         return StageResult(
             header.step_id,
             0.0,
             1e-3,
             token_ids=np.asarray(tokens, dtype=np.int32).tobytes(),
-            flags=bytes(flags),
+            fired=bytes(said) if header.stage == Stage.CORE else b"",
+            predicted_depths=bytes(said) if header.stage == Stage.PRELUDE else b"",
         )
 
     def _check_rows(self, stage: ScheduledStage) -> list[tuple[Slot, int, int]]:
@@ -244,7 +245,7 @@ class PagedWorker:
         self.adopted += start
 
     def _prelude(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
-        flags = []
+        depths = []
         extra = stage.header.extra or StageExtra()
         assert extra == StageExtra(forced_tokens=extra.forced_tokens), "a prelude has forced tokens and nothing else"
         for number, token in forced_tokens(extra).items():
@@ -258,11 +259,11 @@ class PagedWorker:
                 slot.table[index] = block
             assert index in slot.table, "no block for the token's position"
             slot.loop, slot.expects = 0, (Stage.CORE,)
-            flags.append(predicted_depth(self._seed(slot), position))
-        return [], flags
+            depths.append(predicted_depth(self._seed(slot), position))
+        return [], depths
 
     def _core(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
-        flags = []
+        fired = []
         self.core_rows += len(rows)
         self.mixed_depths = max(self.mixed_depths, len({loop for _, _, loop in rows}))
         gated = False
@@ -274,9 +275,9 @@ class PagedWorker:
             slot.expects = (Stage.CORE, Stage.CODA)
             gate = Gate(int(slot.params["gate"]))
             gated = gated or gate.decides_on_device
-            flags.append(int(gate_fires(self._seed(slot), position, loop)))
+            fired.append(int(gate_fires(self._seed(slot), position, loop)))
         assert bool(stage.header.variant & Variant.GATES) == gated
-        return [], flags
+        return [], fired
 
     def _coda(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
         sampled = []

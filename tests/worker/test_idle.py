@@ -83,7 +83,7 @@ def test_tokens_are_a_function_of_seed_and_position_alone() -> None:
 def test_gates_never_fire() -> None:
     header, frame = core(1)
     batch = StageBatch(1, Stage.CORE, header.bucket, header.rows, variant=Variant.GATES)
-    assert runner().launch(batch, frame).output.flags.tolist() == [0, 0]
+    assert runner().launch(batch, frame).output.fired.tolist() == [0, 0]
 
 
 def test_the_same_checks_as_a_real_worker() -> None:

@@ -1,1 +1,1 @@
-"""Runs stages: frames in, tokens and flags out."""
+"""Runs stages: frames in, tokens and exits out."""

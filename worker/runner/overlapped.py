@@ -28,7 +28,7 @@ from depthbatch.worker.models.interface import ModelSpec
 from depthbatch.worker.runner.accelerator import Accelerator, CompletionWatch, Lane, Mark, Work
 from depthbatch.worker.runner.prefill_graphs import PiecewisePrefill
 from depthbatch.worker.runner.stage_input import StageError, StageInput, StageLimits, parse_stage
-from depthbatch.worker.runner.stage_io import NO_FLAGS, NO_TOKENS, LaunchedStage, StageOutput
+from depthbatch.worker.runner.stage_io import NO_TOKENS, LaunchedStage, StageOutput
 from depthbatch.worker.runner.stage_tensors import PrefillInput, decode_buffers, logprob_columns
 from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.sampling.grammar_matchers import Grammars, Masks, begin_stage
@@ -301,6 +301,6 @@ def _output(entry: RingEntry, stage: StageInput) -> StageOutput:
     count = stage.num_values
     values = entry.results_host[: count + entry.n_logprobs].numpy()
     if stage.stage in (Stage.PRELUDE, Stage.CORE):
-        return StageOutput(NO_TOKENS, values.astype(np.uint8))
+        return StageOutput.of_gates(stage.stage, values.astype(np.uint8))
     prompt = NO_TOKENS if entry.prompt_logprobs is None else entry.prompt_logprobs.numpy()
-    return StageOutput(values[:count], NO_FLAGS, values[count:], prompt, entry.failed)
+    return StageOutput(values[:count], logprobs=values[count:], prompt_logprobs=prompt, failed=entry.failed)

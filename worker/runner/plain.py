@@ -11,7 +11,7 @@ from torch import Tensor
 from depthbatch.common.frames import Int32Array, Stage, slot_param_words
 from depthbatch.common.messages import StageBatch, StageResult, Variant
 from depthbatch.worker.runner.stage_input import StageInput, StageLimits, parse_stage
-from depthbatch.worker.runner.stage_io import NO_FLAGS, NO_OUTPUT, NO_TOKENS, LaunchedStage, StageOutput
+from depthbatch.worker.runner.stage_io import NO_OUTPUT, LaunchedStage, StageOutput
 from depthbatch.worker.runner.stage_tensors import PrefillInput, decode_buffers
 from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.sampling.grammar_matchers import Grammars, begin_stage
@@ -70,7 +70,7 @@ class PlainRunner:
         frame, sampled = self._upload(stage.frame), self._upload(stage.chunks.sampled)
         done = self.stages.prefill(PrefillInput.from_frame(stage.chunks, frame, sampled, **rare), stage.variant)
         tokens, logprobs = (tensor.cpu().numpy() for tensor in done.sampled)
-        return StageOutput(tokens, NO_FLAGS, logprobs, done.prompt_logprobs.cpu().numpy())
+        return StageOutput(tokens, logprobs=logprobs, prompt_logprobs=done.prompt_logprobs.cpu().numpy())
 
     def _decode(self, stage: StageInput) -> StageOutput:
         buffers, rows = self._buffers[stage.stage, stage.bucket], stage.rows
@@ -80,6 +80,6 @@ class PlainRunner:
             return NO_OUTPUT
         values = buffers.values[:rows].cpu().numpy()
         if stage.stage is not Stage.CODA:
-            return StageOutput(NO_TOKENS, values.astype("uint8"))
+            return StageOutput.of_gates(stage.stage, values.astype("uint8"))
         logprobs = buffers.logprobs[: rows if Variant.LOGPROBS in stage.variant else 0]
-        return StageOutput(values.copy(), NO_FLAGS, logprobs.cpu().numpy().copy())
+        return StageOutput(values.copy(), logprobs=logprobs.cpu().numpy().copy())

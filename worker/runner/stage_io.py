@@ -8,22 +8,29 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from depthbatch.common.frames import Int32Array
+from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.messages import RowFailure, StageBatch, StageResult
 from depthbatch.worker.runner.stage_input import StageLimits
 
 NO_TOKENS = np.empty(0, np.int32)
-NO_FLAGS = np.empty(0, np.uint8)
+NO_BYTES = np.empty(0, np.uint8)
+Bytes = npt.NDArray[np.uint8]
 
 
 class StageOutput(NamedTuple):
     """What the host gets of a stage."""
 
-    token_ids: Int32Array  # one a sampled sequence, in batch order; empty unless prefill or coda
-    flags: npt.NDArray[np.uint8]  # one a row; empty unless a core step with gates
+    token_ids: Int32Array = NO_TOKENS  # one a sampled sequence, in batch order; empty unless prefill or coda
+    fired: Bytes = NO_BYTES  # one a row, 1 = its gate fired at this loop; empty unless a core step with gates
+    predicted_depths: Bytes = NO_BYTES  # one a row; empty unless a prelude with gates
     logprobs: Int32Array = NO_TOKENS  # one row a sampled sequence, flat; empty unless asked for
     prompt_logprobs: Int32Array = NO_TOKENS  # one row a target of a prefill, flat
     failed: tuple[RowFailure, ...] = ()
+
+    @classmethod
+    def of_gates(cls, stage: Stage, values: Bytes) -> "StageOutput":
+        """Of a core step or prelude with gates."""
+        return cls(fired=values) if stage is Stage.CORE else cls(predicted_depths=values)
 
     def result(self, step_id: int, start_s: float, end_s: float) -> StageResult:
         """What the scheduler gets of it."""
@@ -32,14 +39,15 @@ class StageOutput(NamedTuple):
             start_s,
             end_s,
             token_ids=self.token_ids.tobytes(),
-            flags=self.flags.tobytes(),
+            fired=self.fired.tobytes(),
+            predicted_depths=self.predicted_depths.tobytes(),
             logprobs=self.logprobs.tobytes(),
             prompt_logprobs=self.prompt_logprobs.tobytes(),
             failed=self.failed,
         )
 
 
-NO_OUTPUT = StageOutput(NO_TOKENS, NO_FLAGS)
+NO_OUTPUT = StageOutput()
 
 
 class LaunchedStage(NamedTuple):
