@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
@@ -68,7 +69,10 @@ def url_of(listener: socket.socket) -> str:
 
 
 def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
-    """uvicorn's httptools protocol with a limit on the request head, and disconnects told to pipelined requests too."""
+    """uvicorn's httptools protocol with a limit on the request head, and disconnects told to pipelined requests too.
+
+    A request that asks for another protocol is answered as if it had not: the parser takes what follows its head for that
+    protocol, so what follows goes to a parser that has seen the head without the question."""
 
     class BoundedProtocol(HttpToolsProtocol):
         _head_bytes = 0
@@ -76,31 +80,60 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
         _in_head = True
         _head_ended = False
         _active: RequestResponseCycle | None = None
+        _data = b""  # that is being parsed
+        _rest = b""  # of it, for the next parser
+        _again = False  # the parser sees a head for the second time
 
         def on_message_begin(self) -> None:
-            self._head_bytes = 0
-            self._in_head = True
-            super().on_message_begin()
+            if not self._again:
+                self._head_bytes = 0
+                self._in_head = True
+                super().on_message_begin()
 
         def on_url(self, url: bytes) -> None:
-            self._count(len(url))
-            super().on_url(url)
+            if not self._again:
+                self._count(len(url))
+                super().on_url(url)
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            self._count(len(name) + len(value))
-            super().on_header(name, value)
+            if not self._again:
+                self._count(len(name) + len(value))
+                super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._head_ended = True
-            super().on_headers_complete()
+            if not self._again:
+                self._in_head = False
+                self._head_ended = True
+                super().on_headers_complete()
 
         def on_message_complete(self) -> None:
+            if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+                return  # of the head alone
             self._in_head = True
             self._head_bytes = 0
             super().on_message_complete()
 
         def data_received(self, data: bytes) -> None:
+            while data and not self.transport.is_closing():
+                self._data, self._rest = data, b""
+                self._feed(data)
+                data = self._rest
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Called by uvicorn where the parser has stopped."""
+            stopped = sys.exc_info()[1]
+            if self.parser.get_method() == b"CONNECT" or not isinstance(stopped, httptools.HttpParserUpgrade):
+                self.transport.close()
+                return
+            self._rest = self._data[stopped.args[0] :]
+            head = _without_upgrade(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self._again = True
+            self.parser.feed_data(head)
+            self._again = False
+
+        def _feed(self, data: bytes) -> None:
             was_in_head, self._head_ended = self._in_head, False
             super().data_received(data)
             if self._head_ended or not self._in_head:
@@ -136,6 +169,17 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
     return BoundedProtocol
+
+
+def _without_upgrade(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A request head that frames its body as these headers do, and asks for no other protocol."""
+    lines = [b"%s / HTTP/%s" % (method, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            value = b", ".join(token for part in value.split(b",") if (token := part.strip()).lower() != b"upgrade")
+        if name != b"upgrade":
+            lines.append(b"%s: %s" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])
 
 
 class Server(uvicorn.Server):
