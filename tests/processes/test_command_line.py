@@ -232,10 +232,10 @@ def wait_for_line(process: "subprocess.Popen[str]", pattern: str) -> str:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_ends_generate(number: signal.Signals, code: int, family: Family, tmp_path: Path) -> None:
-    """In mid-stream: all three processes gone, the run directory too."""
+    """In mid-stream: all three processes gone with the grammar host of the worker, the run directory too."""
     process = family.start("generate", "demo", "-p", "a", "--max-tokens", "1000", "--ignore-eos", *SMALL)
     wait_for_line(process, "tokens fit")
-    assert len(family.alive()) == 3
+    assert len(family.alive()) == 4
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == code
