@@ -22,10 +22,9 @@ GROUPS = 4
 class Batch(NamedTuple):
     """Right-padded rows.
 
-    Attributes:
-        ids: input ids [B, T].
-        targets: the next token at each supervised position, else -100, [B, T].
-        partial: the same with the answers after 0, 1, 2, .. look-ups; the last is `targets`, [1 + look-ups, B, T].
+    ``ids``: input ids [B, T].
+    ``targets``: the next token at each supervised position, else -100, [B, T].
+    ``partial``: the same with the answers after 0, 1, 2, .. look-ups; the last is ``targets``, [1 + look-ups, B, T].
     """
 
     ids: Tensor
@@ -50,7 +49,7 @@ class Row(NamedTuple):
 
 
 def encode_row(tokenizer: Tokenizer, example: Example, prompt: str) -> Row:
-    """Encode an example whose prompt text is `prompt`; answers end with the end marker."""
+    """Encode an example whose prompt text is ``prompt``; answers end with the end marker."""
     answer = [*tokenizer.encode(example.answer).ids, IM_END]
     partial = [[*tokenizer.encode(partial_answer(example, lookups)).ids, IM_END] for lookups in range(CHAIN_LENGTH)]
     return Row(tokenizer.encode(prompt).ids, answer, [*partial, answer])
@@ -69,13 +68,12 @@ def collate(rows: list[Row]) -> Batch:
 
 
 def step_batches(tokenizer: Tokenizer, seed: int, step: int, size: int) -> list[Batch]:
-    """The batches of one training step: `size` examples sorted by length and cut in up to four groups.
+    """The batches of one training step: ``size`` examples sorted by length and cut in up to four groups.
 
-    Args:
-        tokenizer: encodes text to ids.
-        seed: seed of the run.
-        step: step number from 0.
-        size: examples in the step, at least 1.
+    ``tokenizer``: encodes text to ids.
+    ``seed``: seed of the run.
+    ``step``: step number from 0.
+    ``size``: examples in the step, at least 1.
     """
     rng = random.Random(f"batch-{seed}-{step}")
     rows = []

@@ -1,7 +1,7 @@
 """Reading and writing model directories in the exact public formats.
 
-An exported directory holds `config.json`, `model.safetensors` (bf16), `tokenizer.json` and
-`tokenizer_config.json`: what the engine, or anything else that knows the public format, loads.
+An exported directory holds ``config.json``, ``model.safetensors`` (bf16), ``tokenizer.json`` and
+``tokenizer_config.json``: what the engine, or anything else that knows the public format, loads.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from depthbatch.worker.models.loader import ModelDir, open_model_dir, read_spec
 
 DEMO_THRESHOLD = 0.95
 DEMO_HUGINN_THRESHOLD = 0.5
-"""Exit thresholds written to the demos' `config.json`, so that they leave early when not told otherwise."""
+"""Exit thresholds written to the demos' ``config.json``, so that they leave early when not told otherwise."""
 Size = TypeVar("Size", OuroSize, HuginnSize)
 
 
 def ouro_config(size: OuroSize) -> dict[str, Any]:
-    """The `config.json` of an Ouro model of these sizes."""
+    """The ``config.json`` of an Ouro model of these sizes."""
     return {
         "architectures": ["OuroForCausalLM"],
         "model_type": "ouro",
@@ -47,7 +47,7 @@ def ouro_config(size: OuroSize) -> dict[str, Any]:
 
 
 def huginn_config(size: HuginnSize) -> dict[str, Any]:
-    """The `config.json` of a Huginn model of these sizes."""
+    """The ``config.json`` of a Huginn model of these sizes."""
     return {
         "architectures": ["RavenForCausalLM"],
         "model_type": "huginn_raven",
@@ -74,9 +74,8 @@ def huginn_config(size: HuginnSize) -> dict[str, Any]:
 def export(model: OuroTrainer | HuginnTrainer, directory: Path) -> None:
     """Write the model directory: bf16 weights under the public keys, configuration, tokenizer.
 
-    Args:
-        model: the trained model.
-        directory: created when missing; files in it are replaced one by one, each atomically.
+    ``model``: the trained model.
+    ``directory``: created when missing; files in it are replaced one by one, each atomically.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(model, OuroTrainer):

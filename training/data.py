@@ -118,7 +118,7 @@ def _ask(pointers: _Pointers, asked: list[tuple[int, int]]) -> tuple[str, str]:
 def partial_answer(example: Example, lookups: int) -> str:
     """The answer as it stands after so many look-ups: a name still unresolved shows what it points at so far.
 
-    The answer itself for classes without look-ups, and for a hop class once `lookups` reach its depth.
+    The answer itself for classes without look-ups, and for a hop class once ``lookups`` reach its depth.
     """
     if not example.difficulty.startswith("hop"):
         return example.answer
@@ -151,8 +151,7 @@ def _hop_mixed(rng: random.Random) -> tuple[str, str]:
 def draw(rng: random.Random, difficulty: str, heldout_split: bool = False) -> Example:
     """Draw one example of a class from the training split, or from the held-out split.
 
-    Raises:
-        ValueError: `difficulty` is not in `TRAINING_WEIGHTS`.
+    Raises ValueError: ``difficulty`` is not in ``TRAINING_WEIGHTS``.
     """
     if difficulty not in TRAINING_WEIGHTS:
         raise ValueError(f"unknown difficulty class {difficulty!r}; known: {', '.join(TRAINING_WEIGHTS)}")
@@ -167,7 +166,7 @@ def draw(rng: random.Random, difficulty: str, heldout_split: bool = False) -> Ex
 
 
 def heldout(seed: int, n: int) -> list[Example]:
-    """`n` held-out examples, the classes in turn, so each has n / 6 of them.
+    """``n`` held-out examples, the classes in turn, so each has n / 6 of them.
 
     The same (seed, n) gives the same list, and a longer list starts with the shorter one. The small
     classes (count: about 1,000 prompts in all) may repeat a prompt.
@@ -177,9 +176,9 @@ def heldout(seed: int, n: int) -> list[Example]:
 
 
 def draw_training(rng: random.Random) -> Example:
-    """One training example, classes by `TRAINING_WEIGHTS`, never a held-out prompt.
+    """One training example, classes by ``TRAINING_WEIGHTS``, never a held-out prompt.
 
-    Most hop examples are smaller or denser than the held-out ones; their class is `hop-mixed`.
+    Most hop examples are smaller or denser than the held-out ones; their class is ``hop-mixed``.
     """
     difficulty = rng.choices(list(TRAINING_WEIGHTS), weights=list(TRAINING_WEIGHTS.values()))[0]
     if not difficulty.startswith("hop") or rng.random() < HELDOUT_FORM_SHARE:

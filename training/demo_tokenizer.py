@@ -1,7 +1,7 @@
 """The demo models' tokenizer: bytes, three ChatML markers and the role names.
 
-Byte-level without merges, so any text has ids and round-trips. Written as `tokenizer.json` and
-`tokenizer_config.json`, which transformers loads as a plain fast tokenizer, without remote code.
+Byte-level without merges, so any text has ids and round-trips. Written as ``tokenizer.json`` and
+``tokenizer_config.json``, which transformers loads as a plain fast tokenizer, without remote code.
 """
 
 import json
@@ -32,11 +32,10 @@ def build_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(directory: Path, max_length: int) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` with the chat template into `directory`.
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` with the chat template into ``directory``.
 
-    Args:
-        directory: an existing directory.
-        max_length: positions of the model, stored as `model_max_length`.
+    ``directory``: an existing directory.
+    ``max_length``: positions of the model, stored as ``model_max_length``.
     """
     build_tokenizer().save(str(directory / "tokenizer.json"))
     config = {

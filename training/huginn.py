@@ -1,4 +1,4 @@
-"""Differentiable Huginn forward whose `state_dict` has the public checkpoint's keys.
+"""Differentiable Huginn forward whose ``state_dict`` has the public checkpoint's keys.
 
 Source: the facts of huginn-0125's published configuration and reference forward (docs/models.md).
 Backpropagation is truncated to the last loops; the module does not know about KV caches or exits.
@@ -26,7 +26,7 @@ STATE_CUT = 3.0
 
 @dataclass(frozen=True)
 class HuginnSize:
-    """The fields of a Huginn `config.json` that fix its shapes and arithmetic."""
+    """The fields of a Huginn ``config.json`` that fix its shapes and arithmetic."""
 
     vocab_size: int
     n_embd: int
@@ -108,9 +108,8 @@ class _Transformer(nn.Module):
 class HuginnTrainer(nn.Module):
     """A Huginn model for training with a tied head; parameter names equal the public checkpoint keys.
 
-    Args:
-        size: shapes and constants.
-        seed: seed of the initial weights.
+    ``size``: shapes and constants.
+    ``seed``: seed of the initial weights.
     """
 
     def __init__(self, size: HuginnSize, seed: int = 0) -> None:
@@ -131,13 +130,12 @@ class HuginnTrainer(nn.Module):
     def forward(
         self, ids: Tensor, loops: int, state: Tensor | None = None, gradient_loops: int | None = None
     ) -> HuginnOutput:
-        """Run prelude and `loops` core steps over whole rows.
+        """Run prelude and ``loops`` core steps over whole rows.
 
-        Args:
-            ids: token ids [B, T], padded on the right.
-            loops: core steps R.
-            state: initial state [B, T, D]; zeros when None.
-            gradient_loops: only the last so many steps keep their graph; all when None.
+        ``ids``: token ids [B, T], padded on the right.
+        ``loops``: core steps R.
+        ``state``: initial state [B, T, D]; zeros when None.
+        ``gradient_loops``: only the last so many steps keep their graph; all when None.
         """
         cos, sin = self._angles(ids.shape[1])
         injection = self.transformer.wte(ids) * self.size.n_embd**0.5
@@ -163,7 +161,7 @@ class HuginnTrainer(nn.Module):
         return self.head(x).reshape(*states.shape[:-1], -1)
 
     def head(self, x: Tensor) -> Tensor:
-        """ln_f and the tied head on `x` [..., D]; fp32, [..., V]."""
+        """ln_f and the tied head on ``x`` [..., D]; fp32, [..., V]."""
         return F.linear(self.transformer.ln_f(x), self.transformer.wte.weight).float()
 
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """Root-mean-square norm: fp32 statistics, cast to the input type, then the weight.
 
-    Args:
-        size: features D of the last axis.
-        eps: added to the mean square.
+    ``size``: features D of the last axis.
+    ``eps``: added to the mean square.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -21,7 +20,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` [..., D]; the result has the type of `x`."""
+        """Normalise ``x`` [..., D]; the result has the type of ``x``."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         out: Tensor = (wide * scale).to(x.dtype) * self.weight
@@ -36,13 +35,13 @@ def rope_angles(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `x` [B, H, T, d] pairing feature i with i + d/2 (Ouro)."""
+    """Rotary embedding of ``x`` [B, H, T, d] pairing feature i with i + d/2 (Ouro)."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `x` [B, H, T, d] pairing features 2i and 2i + 1 (Huginn)."""
+    """Rotary embedding of ``x`` [B, H, T, d] pairing features 2i and 2i + 1 (Huginn)."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
 
@@ -68,7 +67,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def init_weights(module: nn.Module, seed: int) -> None:
     """Draw every matrix from N(0, 1/fan_in) and the embedding from N(0, 1); norms keep 1, biases 0.
 
-    The draws depend on `seed` and the parameter order only.
+    The draws depend on ``seed`` and the parameter order only.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -101,7 +101,7 @@ def sample_loops(rng: random.Random, mean: float, most: int) -> int:
 def huginn_loss(
     model: HuginnTrainer, batch: Batch, loops: int, state: Tensor | None = None, gradient_loops: int | None = None
 ) -> Tensor:
-    """Huginn: summed over supervised tokens, the mean of two losses after `loops` steps; a scalar.
+    """Huginn: summed over supervised tokens, the mean of two losses after ``loops`` steps; a scalar.
 
     The published loss: the cross-entropy of the last state, through the coda, with the final answer. The loss of
     the steps: every tracked state, read by the head alone, is to hold the answer after r - 1 look-ups: the name that
@@ -109,12 +109,11 @@ def huginn_loss(
     coda, where it cannot be repeated, and the second has not appeared after 3,000 batches; without it at random loop
     counts, the third is lost again.
 
-    Args:
-        model: the model.
-        batch: the batch.
-        loops: core steps R.
-        state: initial state [B, T, D]; zeros when None.
-        gradient_loops: backpropagate through the last so many steps only; through all when None.
+    ``model``: the model.
+    ``batch``: the batch.
+    ``loops``: core steps R.
+    ``state``: initial state [B, T, D]; zeros when None.
+    ``gradient_loops``: backpropagate through the last so many steps only; through all when None.
     """
     states = model(batch.ids, loops, state, gradient_loops).states
     chosen = batch.targets != IGNORED

@@ -1,4 +1,4 @@
-"""Differentiable Ouro forward whose `state_dict` has the public checkpoint's keys.
+"""Differentiable Ouro forward whose ``state_dict`` has the public checkpoint's keys.
 
 Source: the facts of Ouro's published configuration and reference forward (docs/models.md). The module
 does not know about KV caches, early exit at inference or serving.
@@ -23,7 +23,7 @@ from depthbatch.training.layers import (
 
 @dataclass(frozen=True)
 class OuroSize:
-    """The fields of an Ouro `config.json` that fix its shapes and arithmetic."""
+    """The fields of an Ouro ``config.json`` that fix its shapes and arithmetic."""
 
     vocab_size: int
     hidden_size: int
@@ -39,10 +39,9 @@ class OuroSize:
 class OuroOutput(NamedTuple):
     """States after every loop and the raw gate output on them.
 
-    Attributes:
-        embedding: token embeddings, the input of loop 1, [B, T, D].
-        states: normed states after loops 1..R, [R, B, T, D].
-        gate_logits: the exit gate before its sigmoid, fp32, [R, B, T].
+    ``embedding``: token embeddings, the input of loop 1, [B, T, D].
+    ``states``: normed states after loops 1..R, [R, B, T, D].
+    ``gate_logits``: the exit gate before its sigmoid, fp32, [R, B, T].
     """
 
     embedding: Tensor
@@ -109,9 +108,8 @@ class _Trunk(nn.Module):
 class OuroTrainer(nn.Module):
     """An Ouro model for training; parameter names equal the public checkpoint keys.
 
-    Args:
-        size: shapes and constants.
-        seed: seed of the initial weights.
+    ``size``: shapes and constants.
+    ``seed``: seed of the initial weights.
     """
 
     def __init__(self, size: OuroSize, seed: int = 0) -> None:
@@ -126,9 +124,8 @@ class OuroTrainer(nn.Module):
     def forward(self, ids: Tensor, loops: int | None = None) -> OuroOutput:
         """Run every loop over whole rows.
 
-        Args:
-            ids: token ids [B, T], padded on the right.
-            loops: loops to run, R; the trained number when None.
+        ``ids``: token ids [B, T], padded on the right.
+        ``loops``: loops to run, R; the trained number when None.
         """
         size = self.size
         cos, sin = rope_angles(ids.shape[1], size.hidden_size // size.num_attention_heads, size.rope_theta)
@@ -144,11 +141,11 @@ class OuroTrainer(nn.Module):
         return OuroOutput(embedding, stacked, gate_logits)
 
     def gate(self, states: Tensor) -> Tensor:
-        """The exit gate's raw output on `states` [..., D], fp32, [...]."""
+        """The exit gate's raw output on ``states`` [..., D], fp32, [...]."""
         gate = self.model.early_exit_gate
         return (states.float() @ gate.weight.float()[0]) + gate.bias.float()
 
     def logits(self, states: Tensor) -> Tensor:
-        """Next-token logits of `states` [..., D], fp32, [..., V]."""
+        """Next-token logits of ``states`` [..., D], fp32, [..., V]."""
         out: Tensor = self.lm_head(states).float()
         return out

@@ -1,8 +1,8 @@
 """The two demo models: their sizes, and the training runs that make them.
 
-`demo` (Ouro): a warm-up on partial answers; stage I trains everything on the expected loss; stage II
+``demo`` (Ouro): a warm-up on partial answers; stage I trains everything on the expected loss; stage II
 trains the gate alone on the frozen model; then the lookahead and pre-loop gates are distilled.
-`demo-huginn`: a warm-up of a fixed loop count from the zero state, then random loop counts from random states.
+``demo-huginn``: a warm-up of a fixed loop count from the zero state, then random loop counts from random states.
 """
 
 import random
@@ -88,14 +88,12 @@ def distil_gates(model: OuroTrainer, directory: Path, seed: int) -> None:
 
 
 def train_demo(config: RunConfig, directory: Path) -> OuroTrainer:
-    """Train and export `demo`: stage I, stage II, distilled gates.
+    """Train and export ``demo``: stage I, stage II, distilled gates.
 
-    Args:
-        config: stage I's run; stage II's checkpoint lies beside its checkpoint.
-        directory: model directory to write; also exported at every checkpoint of stage I.
+    ``config``: stage I's run; stage II's checkpoint lies beside its checkpoint.
+    ``directory``: model directory to write; also exported at every checkpoint of stage I.
 
-    Returns:
-        The trained model, fp32 master weights.
+    Returns the trained model, fp32 master weights.
     """
     model = OuroTrainer(OURO, config.seed)
     warmup = int(WARMUP_SHARE * config.steps)
@@ -114,7 +112,7 @@ def train_demo(config: RunConfig, directory: Path) -> OuroTrainer:
 
 
 def train_demo_huginn(config: RunConfig, directory: Path) -> HuginnTrainer:
-    """Train and export `demo-huginn`; arguments as for `train_demo`."""
+    """Train and export ``demo-huginn``; arguments as for ``train_demo``."""
     model = HuginnTrainer(HUGINN, config.seed)
     warmup = int(WARMUP_SHARE * config.steps)
 

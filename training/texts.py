@@ -1,7 +1,7 @@
 """Token rows from a user's file, for distilling gates on any Ouro checkpoint.
 
-A `.jsonl` file has one JSON object a line with `token_ids` (list of integers), or `text`, or `prompt` and
-`answer` (or `completion`; only the answer's positions count). Any other file is plain text, cut into rows.
+A ``.jsonl`` file has one JSON object a line with ``token_ids`` (list of integers), or ``text``, or ``prompt`` and
+``answer`` (or ``completion``; only the answer's positions count). Any other file is plain text, cut into rows.
 """
 
 import json
@@ -57,15 +57,13 @@ def _read_jsonl(path: Path, lines: list[str], encode: Encode, vocab_size: int) -
 def read_rows(path: Path, encode: Encode, vocab_size: int, length: int, most_tokens: int) -> list[TokenRow]:
     """Read a file's rows.
 
-    Args:
-        path: `.jsonl`, or plain text in UTF-8.
-        encode: text to token ids.
-        vocab_size: ids must be below it.
-        length: longer rows are cut into pieces of so many tokens.
-        most_tokens: stop after so many counted positions.
+    ``path``: ``.jsonl``, or plain text in UTF-8.
+    ``encode``: text to token ids.
+    ``vocab_size``: ids must be below it.
+    ``length``: longer rows are cut into pieces of so many tokens.
+    ``most_tokens``: stop after so many counted positions.
 
-    Raises:
-        ConfigError: an unreadable file, a malformed line, or no token to learn from.
+    Raises ConfigError: an unreadable file, a malformed line, or no token to learn from.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,15 +1,15 @@
 """Distillation of exit gates from a model's own gate, on frozen weights.
 
-Two students of the teacher's exit distribution p_1..p_R (Ouro's gate; `objectives.exit_log_probabilities`):
+Two students of the teacher's exit distribution p_1..p_R (Ouro's gate; ``objectives.exit_log_probabilities``):
 
 * lookahead: a linear head on the state after loop r whose logit is the hazard of loop r + 1. Nothing can
   exit at loop 1, so the hazard the head states after loop 1 stands for both: 1 - (1 - l_1)(1 - l_2).
-  Tensors `weight` [1, D] and `bias` [1].
+  Tensors ``weight`` [1, D] and ``bias`` [1].
 * preloop: a linear head from the token embedding, before the loop, to logits over depths 1..R, whose softmax
-  is the exit distribution. Tensors `weight` [R, D] and `bias` [R].
+  is the exit distribution. Tensors ``weight`` [R, D] and ``bias`` [R].
 
 Both minimise the mean KL divergence from the teacher's distribution, over cached states, with L-BFGS. The
-files are safetensors, fp32; header metadata `kind` is `lookahead` or `preloop`.
+files are safetensors, fp32; header metadata ``kind`` is ``lookahead`` or ``preloop``.
 
 Source: appendix E.2 of the continuous depth batching paper (gate distillation); the loss is ours.
 """
@@ -45,10 +45,9 @@ class TokenRow(NamedTuple):
 class Features(NamedTuple):
     """What the students read and the teacher says at N tokens, fp32.
 
-    Attributes:
-        states: states after loops 1..R, [R, N, D].
-        embedding: token embeddings, [N, D].
-        teacher_logits: raw outputs of the model's own gate, [R, N].
+    ``states``: states after loops 1..R, [R, N, D].
+    ``embedding``: token embeddings, [N, D].
+    ``teacher_logits``: raw outputs of the model's own gate, [R, N].
     """
 
     states: Tensor
@@ -59,7 +58,7 @@ class Features(NamedTuple):
 class GateFit(NamedTuple):
     """A trained gate and its mean KL (nats a token) from the teacher on tokens held out from the fit.
 
-    `constant_kl` is that of the best gate that ignores its input, the figure to beat.
+    ``constant_kl`` is that of the best gate that ignores its input, the figure to beat.
     """
 
     weight: Tensor
@@ -72,13 +71,11 @@ class GateFit(NamedTuple):
 def collect_features(model: OuroTrainer, rows: Sequence[TokenRow], batch_tokens: int = 4096) -> Features:
     """Run the frozen model, fp32, over rows of similar length together.
 
-    Args:
-        model: the teacher.
-        rows: token sequences; at least one position in all.
-        batch_tokens: padded tokens in one forward.
+    ``model``: the teacher.
+    ``rows``: token sequences; at least one position in all.
+    ``batch_tokens``: padded tokens in one forward.
 
-    Raises:
-        ConfigError: no row has a position to learn from.
+    Raises ConfigError: no row has a position to learn from.
     """
     ordered = sorted((row for row in rows if row.positions), key=lambda row: len(row.ids))
     if not ordered:
@@ -140,7 +137,7 @@ def _take(features: Features, index: Tensor) -> Features:
 
 
 def _minimise(kind: str, features: Features, parameters: list[Tensor], iterations: int, title: str) -> None:
-    """L-BFGS on `parameters` (weight, bias), or on the bias alone when the weight needs no gradient."""
+    """L-BFGS on ``parameters`` (weight, bias), or on the bias alone when the weight needs no gradient."""
     weight, bias = parameters
     target = teacher_distribution(features.teacher_logits)
     if kind == "lookahead":
@@ -162,14 +159,12 @@ def _minimise(kind: str, features: Features, parameters: list[Tensor], iteration
 def fit_gate(kind: str, features: Features, seed: int = 0, iterations: int = 300) -> GateFit:
     """Distil one gate.
 
-    Args:
-        kind: `lookahead` or `preloop`.
-        features: teacher's states and logits, at least 20 tokens, at least 3 loops for `lookahead`.
-        seed: picks the tenth of the tokens held out from the fit.
-        iterations: L-BFGS iterations.
+    ``kind``: ``lookahead`` or ``preloop``.
+    ``features``: teacher's states and logits, at least 20 tokens, at least 3 loops for ``lookahead``.
+    ``seed``: picks the tenth of the tokens held out from the fit.
+    ``iterations``: L-BFGS iterations.
 
-    Raises:
-        ConfigError: an unknown kind, too few tokens or too few loops.
+    Raises ConfigError: an unknown kind, too few tokens or too few loops.
     """
     if kind not in KINDS:
         raise ConfigError(f"gate kind '{kind}' is not one of {', '.join(KINDS)}")
@@ -194,7 +189,7 @@ def fit_gate(kind: str, features: Features, seed: int = 0, iterations: int = 300
 
 
 def save_gate(fit: GateFit, kind: str, path: Path) -> None:
-    """Write a gate file: fp32 tensors `weight`, `bias`; metadata names the kind. Replaces `path` atomically."""
+    """Write a gate file: fp32 tensors ``weight``, ``bias``; metadata names the kind. Replaces ``path`` atomically."""
     partial = path.with_name(path.name + ".partial")
     tensors = {"weight": fit.weight.contiguous(), "bias": fit.bias.contiguous()}
     save_file(tensors, partial, metadata={"format": "pt", "kind": kind})

@@ -33,12 +33,11 @@ Objective = Callable[[Batch, int], Tensor]
 class RunConfig:
     """One training run.
 
-    Attributes:
-        seed: seed of data and loop counts.
-        steps: optimiser steps in all.
-        batch_size: examples a step.
-        checkpoint: file that holds the run's state.
-        checkpoint_every: steps between writes of the checkpoint.
+    ``seed``: seed of data and loop counts.
+    ``steps``: optimiser steps in all.
+    ``batch_size``: examples a step.
+    ``checkpoint``: file that holds the run's state.
+    ``checkpoint_every``: steps between writes of the checkpoint.
     """
 
     seed: int
@@ -49,7 +48,7 @@ class RunConfig:
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, constant, then linear decay to zero over the last `DECAY_SHARE` of the run."""
+    """Linear warm-up, constant, then linear decay to zero over the last ``DECAY_SHARE`` of the run."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
     return warm * min(1.0, (steps - step) / (DECAY_SHARE * steps))
 
@@ -80,10 +79,9 @@ def build_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 class Run:
     """A training run over the generated task, resumable from its checkpoint.
 
-    Args:
-        model: the model; parameters with `requires_grad` are trained.
-        objective: the loss.
-        config: the run's constants.
+    ``model``: the model; parameters with ``requires_grad`` are trained.
+    ``objective``: the loss.
+    ``config``: the run's constants.
     """
 
     def __init__(self, model: nn.Module, objective: Objective, config: RunConfig) -> None:
@@ -141,9 +139,8 @@ class Run:
     def train(self, title: str, on_checkpoint: Callable[[], None] | None = None) -> None:
         """Run the remaining steps with a progress bar; checkpoint regularly and at the end.
 
-        Args:
-            title: name on the progress bar.
-            on_checkpoint: called after every checkpoint, e.g. to export the model.
+        ``title``: name on the progress bar.
+        ``on_checkpoint``: called after every checkpoint, e.g. to export the model.
         """
         smooth = None
         with tqdm(total=self.config.steps, initial=self.step, desc=title, mininterval=5.0) as bar:
