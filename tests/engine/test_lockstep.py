@@ -14,13 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import ConfigError
+from depthbatch.common.errors import ConfigError, RequestError
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.common.messages import RequestParams, Submit
-from depthbatch.scheduler.config import SchedulerConfig
-from depthbatch.scheduler.core import Scheduler
+from depthbatch.common.messages import RequestParams
+from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from fakes.lockstep import Answer, LockstepEngine
 from reference.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
 
@@ -257,11 +256,15 @@ def test_depth_indexed_refuses_gates_that_exit_early() -> None:
         engine(OURO, "depth_indexed", gate="delayed")
     running = engine(OURO, "depth_indexed")
     assert running.built.info.default_gate is Gate.NONE
-    scheduler = Scheduler(SchedulerConfig.resolve(running.config, running.built.info))
-    prompt = np.array([1, 2], np.int32).tobytes()
-    for gate in (Gate.REPLAY, Gate.OWN, Gate.DELAYED):
-        rejected = scheduler.submit(Submit(1, prompt, params(OURO, gate)))
-        assert rejected is not None and rejected.param == "gate" and gate.label in rejected.reason
+    defaults = RequestDefaults(running.built.info, seed=0)
+    for gate, asks in (
+        (Gate.REPLAY, SamplingParams(exit_depths=[1, 2])),
+        (Gate.OWN, SamplingParams(gate="own")),
+        (Gate.DELAYED, SamplingParams(gate="delayed")),
+    ):
+        with pytest.raises(RequestError, match=f"gate {gate.label} cannot run with kv_layout depth_indexed") as refused:
+            defaults.resolve(asks, 2, ordinal=0)
+        assert refused.value.param == ("exit_depths" if gate is Gate.REPLAY else "gate")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -143,9 +143,9 @@ class LockstepEngine:
         answers: Sequence[Answer],
     ) -> Scheduler:
         if what.kind == "preempt":
-            active = [slot for slot, request in enumerate(scheduler.admission.rows.request) if request is not None]
+            active = [request for request in scheduler.admission.rows.request if request is not None]
             if active:
-                scheduler._preempt(active[what.pick % len(active)])
+                scheduler._requests.preempt(active[what.pick % len(active)])
             return scheduler
         late.clear()
         self.built = self._new_worker()
