@@ -37,7 +37,7 @@ from depthbatch.benchmarks.throughput import PolicyChoice, measure
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import Stage
+from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_LANE, ROW_POSITION, ROW_SLOT, Stage
 from depthbatch.common.messages import StageBatch
 from depthbatch.frontend.llm import LLM
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows
@@ -176,10 +176,10 @@ def core_step(directory: str, w: int, threads: int | None) -> dict[str, float]:
     config = EngineConfig(model=directory, load_format="dummy", device="cpu", max_num_seqs=w, threads=threads)
     with kernel_clock() as kernel:
         runner = build_runner(config).runner
-    frame = np.zeros((3, w), np.int32)
-    frame[0] = np.arange(1, w + 1)
-    frame[1] = PROMPT + OUTPUT // 2
-    frame[2] = 2
+    frame = np.zeros((ROW_FIELDS, w), np.int32)
+    frame[ROW_SLOT] = frame[ROW_LANE] = np.arange(1, w + 1)
+    frame[ROW_POSITION] = PROMPT + OUTPUT // 2
+    frame[ROW_AUX] = 2
     header = StageBatch(1, Stage.CORE, w, w)
 
     def steps(count: int) -> float:

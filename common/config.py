@@ -29,6 +29,8 @@ PREEMPTION = ("off", "recompute")
 PREFIX_CACHING = ("off", "on")
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 ENGINE_GATES = tuple(gate.label for gate in Gate if gate not in (Gate.FIXED, Gate.REPLAY))  # those need request fields
+MAX_DRAFT_LANES = 8
+AUTO_DRAFT_LANES = 4  # of which auto uses as many as pay
 ENVIRONMENT_PREFIX = "DEPTHBATCH_"
 
 Natural = Annotated[int, Meta(ge=1)]
@@ -103,7 +105,7 @@ def _option(field: msgspec.structs.FieldInfo) -> Option:
     info = msgspec.inspect.type_info(field.type)
     assert isinstance(info, msgspec.inspect.Metadata) and info.extra_json_schema and info.extra
     arms = info.type.types if isinstance(info.type, msgspec.inspect.UnionType) else (info.type,)
-    arm = arms[0]
+    arm = next((each for each in arms if isinstance(each, msgspec.inspect.StrType)), arms[0])
     choices = info.extra["choices"]
     literal = Literal[choices] if choices else None  # type: ignore[valid-type]
     return Option(
@@ -192,6 +194,16 @@ class EngineConfig(Options, frozen=True):
     async_scheduling: Annotated[str, option("how far the scheduler runs ahead of the worker", ASYNC_MODES)] = (
         "lookahead"
     )
+    speculation: Annotated[
+        str | int,
+        option(
+            "draft lanes of a sequence: its next tokens start from drafts, the output stays the same; off, auto or N"
+        ),
+    ] = "off"
+    draft_depth: Annotated[
+        Natural | None,
+        option("loops after which a token is read for the draft of the next (default max(1, r_max // 8))"),
+    ] = None
     threads: Annotated[Natural | None, option("threads of the CPU worker (default: the cores it may use)")] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")
@@ -209,6 +221,16 @@ class EngineConfig(Options, frozen=True):
             raise ConfigError(f"min_coda_batch {self.min_coda_batch} is more than max_num_seqs {self.max_num_seqs}")
         if self.min_coda_batch is not None and self.policy != "refill":
             raise ConfigError(f"min_coda_batch {self.min_coda_batch} needs policy refill, not {self.policy}")
+        if self.draft_lanes is None:
+            raise ConfigError(
+                f"speculation must be off, auto or a number from 1 to {MAX_DRAFT_LANES}, not {self.speculation!r}"
+            )
+        if self.draft_lanes and self.policy in ("cb", "no-refill"):
+            raise ConfigError(
+                f"speculation {self.speculation} needs policy refill or auto: {self.policy} has no rows to give"
+            )
+        if self.draft_depth is not None and not self.draft_lanes:
+            raise ConfigError(f"draft_depth {self.draft_depth} needs speculation")
         if self.objective != "throughput" and self.policy != "auto":
             raise ConfigError(f"objective {self.objective} needs policy auto, not {self.policy}")
         for name in ("ttft_target_ms", "itl_target_ms"):
@@ -217,6 +239,27 @@ class EngineConfig(Options, frozen=True):
         gate = GATE_BY_LABEL[self.gate] if self.gate is not None else Gate.NONE
         if self.kv_layout is not None and not KVLayout(self.kv_layout).allows_early_exit and gate.may_exit_early:
             raise ConfigError(f"kv_layout {self.kv_layout} cannot run gate {self.gate}: early exits leave holes in it")
+
+    @property
+    def draft_lanes(self) -> int | None:
+        """N, the most draft lanes of a sequence; 0 = no speculation, None = ``speculation`` says nothing that can be."""
+        match str(self.speculation):
+            case "off":
+                return 0
+            case "auto":
+                return AUTO_DRAFT_LANES
+            case text if text.isdecimal() and 1 <= int(text) <= MAX_DRAFT_LANES:
+                return int(text)
+        return None
+
+    def draft_lanes_under(self, layout: KVLayout, r_max: int) -> int:
+        """N for a model. Raises ConfigError where a draft would be read by other rows before it is final."""
+        lanes = self.draft_lanes or 0
+        if lanes and (not layout.keeps_every_loop(r_max) or r_max < 2):
+            raise ConfigError(
+                f"speculation needs a KV layout with a plane a loop, and more than one loop: not {layout} with {r_max}"
+            )
+        return lanes
 
     def to_json(self) -> str:
         """The form in which it is passed to child processes."""

@@ -3,12 +3,13 @@
 A decode stage's frame is exactly the static input buffer of that (stage, bucket): the worker copies it once and
 replays. Padding rows are all zero: slot 0 and block 0 are dummies. ::
 
-    prelude, core, coda:   int32 [3, bucket]
-        row 0   slot
+    prelude, core, coda:   int32 [4, bucket]
+        row 0   slot           the sequence: parameters, block table
         row 1   position       of the token this row carries (0-based); its K/V goes there, context = position + 1
         row 2   prelude: logical block to put into block_table[slot, position // block_size], 0 = none
                 core:    loop this step runs (1-based)
-                coda:    exit loop of the token (1-based)
+                coda:    exit loop of the token (1-based); -l: a draft is read after l loops, no plane is filled
+        row 3   lane           where the row's own state lies: lane_of(slot, position)
 
     prefill:   int32 [4 * n_seqs + n_tokens + 3 * n_updates]
         slot [n_seqs] | start [n_seqs] | length [n_seqs] | sample [n_seqs] | token ids [n_tokens] | updates [n_updates, 3]
@@ -28,7 +29,7 @@ Rarer inputs and outputs travel as bytes inside the messages (StageExtra, StageR
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +38,16 @@ Int32Array = npt.NDArray[np.int32]
 
 MAX_STAGES_IN_FLIGHT = 8  # stages sent and not answered; a worker's ring of input buffers is deeper than this
 
-ROW_FIELDS = 3
-ROW_SLOT, ROW_POSITION, ROW_AUX = range(ROW_FIELDS)
+ROW_FIELDS = 4
+ROW_SLOT, ROW_POSITION, ROW_AUX, ROW_LANE = range(ROW_FIELDS)
+
+
+def lane_of(slots: Any, positions: Any, width: int, lanes: int) -> Any:
+    """Lanes of the tokens at ``positions`` of ``slots`` (1..width), elementwise: ints, numpy or torch arrays.
+
+    A sequence's tokens take its ``lanes`` lanes in turn, so that any ``lanes`` successive ones have different lanes.
+    """
+    return slots + positions % lanes * width
 
 
 class Stage(IntEnum):

@@ -71,6 +71,7 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     logprobs: bool = False  # output tokens come with theirs (common.frames)
     prompt_logprobs: bool = False  # so do the prompt's tokens, all but the first
     grammar: str = ""  # what the worker's matcher allows (frontend.grammar), "" = everything
+    speculation: bool = True  # may have draft lanes, where the engine has some
 
     @property
     def filters(self) -> bool:
@@ -156,6 +157,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     eos_token_ids: tuple[int, ...] = ()  # end of sequence by the model's files
     max_logprobs: int = 0  # likeliest tokens a logprob comes with; 0 = this device gives no logprobs
     grammars: bool = False  # can constrain output
+    draft_lanes: int = 0  # successors of a token that may be on their way with it
+    coda_layers: int = 0  # layers whose K/V a final readout writes
 
 
 class EngineReady(Message, frozen=True):
@@ -179,6 +182,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     prompt_logprobs: bytes = b""
     cuts: bytes = b""
     failure: str = ""  # with "error": why the request's grammar cannot be followed
+    accepted_drafts: int = 0  # of the last event: drafts that were the token they stood for,
+    rejected_drafts: int = 0  # and those that were not
 
 
 class Tokens(Message, frozen=True):

@@ -7,14 +7,16 @@ prefilled again.
 import numpy as np
 
 from depthbatch.common.frames import Int32Array
-from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
 from depthbatch.scheduler.kv_blocks import BlockPool, PrefixCache, PrefixCachingPool, SlotPool
+from depthbatch.scheduler.lanes import Chains
 from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import PrefillLimit, Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
 from depthbatch.scheduler.stage_batch import PrefillChunk
 
 _NO_BLOCKS = np.zeros(0, np.int32)
+_NO_LANES = np.zeros(0, np.intp)
 
 
 class Admission:
@@ -28,7 +30,8 @@ class Admission:
         self._config = config
         self._reserve_all = config.preemption == "off"
         self._headroom = int(np.ceil(config.kv_headroom * config.usable_blocks))
-        self.rows = RowState(config.max_num_seqs, config.max_blocks_per_seq)
+        self.rows = RowState(config.max_num_seqs, config.max_blocks_per_seq, 1 + config.draft_lanes)
+        self.chains = Chains(config, self.rows) if config.draft_lanes else None
         self.blocks = BlockPool(config.num_blocks)
         self.prefixes: PrefixCache | None = None
         if config.prefix_caching:
@@ -86,6 +89,13 @@ class Admission:
         slots = self.rows.in_phase(DECODE)
         return int(np.count_nonzero(self._at_border(slots))) > self.blocks.free
 
+    def tails(self, limit: DraftLimit | None) -> SlotArray:
+        """Lanes that a coda may read for a draft. Blocks are for them only beyond one for each sequence."""
+        if self.chains is None:
+            return _NO_LANES
+        spare = 0 if self._reserve_all else self.blocks.free - self.num_active
+        return self.chains.within_blocks(self.chains.tails(limit), spare)
+
     def grow(self, slots: SlotArray) -> Int32Array | None:
         """One block for every row whose token starts one: [rows], 0 = none. None when no row does."""
         border = self._at_border(slots)
@@ -105,6 +115,8 @@ class Admission:
 
     def release(self, request: Request) -> None:
         """Slot and blocks go back."""
+        if self.chains is not None:
+            self.chains.end(request.slot)
         self.blocks.give(self.rows.release(request.slot))
         self.slots.give(request.slot)
         request.slot = 0
@@ -114,7 +126,8 @@ class Admission:
 
     def _at_border(self, slots: SlotArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Rows whose token lies beyond the blocks they hold."""
-        return self.rows.position[slots] >= self.rows.num_blocks[slots] * self._config.block_size
+        rows = self.rows
+        return rows.position[slots] >= rows.num_blocks[rows.slot.take(slots)] * self._config.block_size
 
     def _blocks_needed(self, request: Request) -> int:
         tokens = request.prompt.size + request.limit - 1 if self._reserve_all else request.num_tokens

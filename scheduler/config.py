@@ -4,6 +4,7 @@ Knows neither models nor devices; everything it needs of them is in EngineInfo.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
@@ -14,6 +15,14 @@ from depthbatch.common.messages import EngineInfo
 
 DEFAULT_TTFT_TARGET_MS = 1000.0
 DEFAULT_ITL_TARGET_MS = 100.0
+
+
+class DraftLimit(NamedTuple):
+    """Which drafts may run."""
+
+    lanes: int  # draft lanes of a sequence, at most
+    depth: int  # loops after which a lane may be read for its draft
+    waits: bool = True  # nothing is chosen before it is known whether the lanes behind a final readout are right
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,9 @@ class SchedulerConfig:
     async_scheduling: str = "off"
     gates: tuple[Gate, ...] = tuple(Gate)
     kv_layout: KVLayout = KVLayout.SINGLE
+    draft_lanes: int = 0  # N: successors of a token that may be on their way with it; 0 = no speculation
+    draft_depth: int = 1  # loops after which a token is read for the draft of its successor
+    coda_layers: int = 0  # layers whose K/V a final readout writes
 
     def __post_init__(self) -> None:
         _check(self.r_max <= MAX_DEPTH, f"r-max must be at most {MAX_DEPTH}, not {self.r_max}")
@@ -92,7 +104,15 @@ class SchedulerConfig:
             async_scheduling=options.async_scheduling,
             gates=tuple(info.gates),
             kv_layout=layout,
+            draft_lanes=info.draft_lanes,
+            draft_depth=options.draft_depth or max(1, info.r_max // 8),
+            coda_layers=info.coda_layers,
         )
+
+    @property
+    def drafts(self) -> DraftLimit | None:
+        """The fixed limit of drafts; None without speculation."""
+        return DraftLimit(self.draft_lanes, self.draft_depth) if self.draft_lanes else None
 
     @property
     def usable_blocks(self) -> int:

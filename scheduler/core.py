@@ -20,6 +20,7 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.dispatch import Dispatch
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
+from depthbatch.scheduler.lanes import CodaRows
 from depthbatch.scheduler.lifecycle import Lifecycle, finish_reason
 from depthbatch.scheduler.policy.make import make_policy
 from depthbatch.scheduler.policy.view import Decision, Policy, QueueView, RetiredStage
@@ -35,7 +36,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
         self.config = config
-        self.counters = Counters(config.max_num_seqs, config.r_max)
+        self.counters = Counters(max(config.max_num_seqs, config.buckets[-1]), config.r_max)
         self.policy = policy or make_policy(config)
         self.admission = Admission(config)
         self._requests = Lifecycle(self.admission, self.counters)
@@ -161,7 +162,7 @@ class Scheduler:
             case Stage.CORE:
                 return self._dispatch.core(now)
             case Stage.CODA:
-                return self._dispatch.coda(now)
+                return self._dispatch.coda(now, decision.drafts)
             case Stage.PRELUDE:
                 return self._dispatch.prelude(now)
             case Stage.PREFILL:
@@ -182,10 +183,12 @@ class Scheduler:
             raise ValueError(f"step {step.step_id} has {step.slots.size} rows, gates of its result {said.size}")
         assert step.epochs is not None
         if predicts:
-            self.admission.rows.set_predicted_depths(step.slots, step.epochs, said)
+            self.admission.rows.set_predicted_depths(step.lanes, step.epochs, said)
         else:
             assert step.loops is not None
-            self.admission.rows.fire(step.slots, step.epochs, step.loops, said)
+            exited = self.admission.rows.fire(step.lanes, step.epochs, step.loops, said)
+            if self.admission.chains is not None:
+                self.admission.chains.hold(exited)
 
     def _deliver_prompt(self, targets: PromptTargets, logprobs: bytes) -> None:
         """Logprobs of prompt tokens become events without tokens."""
@@ -226,10 +229,33 @@ class Scheduler:
             events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=token_logprobs, cuts=cuts))
         if self._requests.unsettled:
             self._requests.settle(step.requests)
-        self.counters.dropped_tokens += dropped
-        self.counters.generation_tokens += len(tokens) - dropped
         pairs = zip(step.requests, step.depths, strict=True)
-        self.counters.depths(step.depths if None not in step.requests else tuple([d for r, d in pairs if r]))
+        depths = step.depths if None not in step.requests else tuple([d for r, d in pairs if r])
+        delivered = len(tokens) - dropped
+        if step.chained is not None:
+            dropped -= step.chained.lanes.size
+            committed = self._deliver_chained(step.chained, result)
+            delivered, depths = delivered + len(committed), depths + committed
+        self.counters.dropped_tokens += dropped
+        self.counters.generation_tokens += delivered
+        self.counters.depths(depths)
+
+    def _deliver_chained(self, rows: CodaRows, result: StageResult) -> tuple[int, ...]:
+        """Tokens of chains that are certain with this result; returns their depths."""
+        chains, tokens = self.admission.chains, np.frombuffer(result.token_ids, "<i4")
+        assert chains is not None
+        committed = chains.take(rows, tokens, split_rows(result.logprobs, tokens.size) if result.logprobs else [])
+        for request, token, depth, logprobs in committed:
+            request.output.append(token)
+            request.depths.append(depth)
+            reason = finish_reason(request)
+            logprobs = logprobs if request.params.logprobs else b""
+            if reason is not None:
+                self._finish(request, token, depth, reason, logprobs)
+            else:
+                event = TokenEvent(request.request_id, (token,), (depth,), logprobs=logprobs)
+                self._requests.events.append(event)
+        return tuple([each.depth for each in committed])
 
     def _finish(self, request: Request, token: int, depth: int, reason: FinishReason, logprobs: bytes) -> None:
         if request.state is State.ACTIVE:  # a stop token: what was dispatched since is wasted
@@ -245,10 +271,15 @@ def _retired(step: InFlightStep, result: StageResult) -> RetiredStage:
     first_tokens: tuple[tuple[int, int], ...] = ()
     if step.stage is Stage.PREFILL:
         first_tokens = tuple([(r.slot, r.order) for r in step.requests if r is not None and r.slot])
+    slots, depths = step.slots, step.depths
+    if step.chained is not None:
+        drafts = step.chained.index[~step.chained.final]
+        slots, depths = np.delete(slots, drafts), tuple(np.delete(depths, drafts).tolist())
     return RetiredStage(
         step.stage,
-        step.slots,
-        step.depths,
+        step.header.rows,
+        slots,
+        depths,
         step.tokens,
         first_tokens,
         step.header.after_no_work,

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -45,8 +45,8 @@ class Counters:
         self.steps += 1
         self._seconds[stage] += result.end_s - result.start_s
 
-    def depths(self, depths: tuple[int, ...]) -> None:
-        self._depths += np.bincount(depths, minlength=self._depths.size)
+    def depths(self, depths: Sequence[int]) -> None:
+        self._depths += np.bincount(np.asarray(depths, np.int64), minlength=self._depths.size)
 
     def waited(self, requests: Iterable[Request], now: float) -> None:
         """Books how long requests had waited when their first prefill was dispatched; once each."""

@@ -8,13 +8,14 @@ import numpy as np
 from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.messages import PLAIN, StageBatch, StageExtra, Variant
 from depthbatch.scheduler.admission import Admission
-from depthbatch.scheduler.config import SchedulerConfig, bucket_table
+from depthbatch.scheduler.config import DraftLimit, SchedulerConfig, bucket_table
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
+from depthbatch.scheduler.lanes import Chains
 from depthbatch.scheduler.lifecycle import Lifecycle
 from depthbatch.scheduler.rebuild import feed_forced_tokens, start_decode
 from depthbatch.scheduler.requests import PrefillLimit, Request
-from depthbatch.scheduler.rows import DECODE, EXITED, READY, SlotArray
+from depthbatch.scheduler.rows import BLOCKED, DECODE, EXITED, READY, SlotArray
 from depthbatch.scheduler.stage_batch import (
     ScheduledStage,
     coda_variant,
@@ -47,33 +48,39 @@ class Dispatch:
         self._counters = counters
         self._learns = learns
         self._rows = admission.rows
-        self._bucket_of = bucket_table(config.buckets, config.max_num_seqs)
+        self._chains = admission.chains
+        self._bucket_of = bucket_table(config.buckets, config.buckets[-1])
         self.next_step_id = 1
         self.nothing_ran = True  # the worker stands still because nothing was runnable
 
     def core(self, now: float) -> ScheduledStage:
         """One loop of every row of Q_R."""
         rows = self._rows
-        slots = rows.in_phase(READY)
-        loops = rows.begin_loop(slots)
-        gated = rows.any_of("gated", slots)
-        step, frame = self._decode(Stage.CORE, slots, now, loops, Variant.GATES if gated else PLAIN)
+        lanes = rows.in_phase(READY)
+        loops = rows.begin_loop(lanes)
+        if self._chains is not None and self._chains.chained:
+            self._chains.hold(lanes[rows.phase[lanes] == EXITED])
+            self._chains.block(lanes)
+        gated = rows.any_of("gated", lanes)
+        step, frame = self._decode(Stage.CORE, lanes, now, loops, Variant.GATES if gated else PLAIN)
         if gated:
-            step.loops, step.epochs = loops, rows.epoch.take(slots)
-            step.blocks_next = rows.awaits_own(slots, loops)
+            step.loops, step.epochs = loops, rows.epoch.take(lanes)
+            step.blocks_next = rows.awaits_own(lanes, loops)
         if self._learns:
-            step.tokens = int(rows.position.take(slots).sum()) + slots.size
+            step.tokens = int(rows.position.take(lanes).sum()) + lanes.size
         return self._send(step, frame)
 
-    def coda(self, now: float) -> ScheduledStage:
-        """A token of every row of Q_C."""
+    def coda(self, now: float, drafts: DraftLimit | None) -> ScheduledStage:
+        """A token of every row of Q_C, and drafts up to the limit."""
+        if self._chains is not None and (drafts is not None or self._chains.chained):
+            return self._chained_coda(self._chains, now, drafts)
         rows = self._rows
         slots = rows.in_phase(EXITED)
         depths = rows.loop.take(slots)
         variant = coda_variant(rows, slots)
         step, frame = self._decode(Stage.CODA, slots, now, depths, variant)
         by_slot = rows.request
-        requests = tuple([by_slot[slot] for slot in slots.tolist()])
+        requests = tuple([by_slot[slot] for slot in rows.slot.take(slots).tolist()])
         if rows.any_of("forced", slots):
             forced = rows.forced[slots].tolist()
             requests = tuple([None if known else request for request, known in zip(requests, forced, strict=True)])
@@ -83,13 +90,37 @@ class Dispatch:
         for request in requests:
             if request is not None:
                 request.dispatched += 1
-        for slot in last.tolist():
-            self._requests.drain(self._request_at(slot))
+        for lane in last.tolist():
+            self._requests.drain(self._request_at(int(rows.slot[lane])))
+        return self._send(step, frame)
+
+    def _chained_coda(self, chains: Chains, now: float, limit: DraftLimit | None) -> ScheduledStage:
+        """Rows of Q_C, HELD rows whose planes are to be filled, and tails that are read for a draft."""
+        rows, admission = self._rows, self._admission
+        finals = rows.in_phase(EXITED)
+        extra = np.union1d(admission.tails(limit), chains.unfilled())
+        lanes = np.concatenate([finals, extra])
+        loops = rows.loop.take(lanes)
+        aux = np.where((rows.phase.take(lanes) == READY) | (rows.phase.take(lanes) == BLOCKED), -loops, loops)
+        step, frame = self._decode(Stage.CODA, lanes, now, aux, coda_variant(rows, lanes))
+        plain, record = chains.begin_coda(finals, extra)
+        row_of = np.searchsorted(lanes[: finals.size], plain)  # Q_C is in the order of lanes
+        requests: list[Request | None] = [None] * lanes.size
+        for row, slot in zip(row_of.tolist(), rows.slot.take(plain).tolist(), strict=True):
+            request = self._request_at(slot)
+            requests[row] = request
+            request.dispatched += 1
+        step.requests, step.depths, step.chained = tuple(requests), tuple(loops.tolist()), record
+        step.blocks_next = limit is not None and limit.waits and bool(record.final.any())
+        for lane in rows.begin_coda(plain).tolist():
+            self._requests.drain(self._request_at(int(rows.slot[lane])))
         return self._send(step, frame)
 
     def prelude(self, now: float) -> ScheduledStage | None:
         """The next token of every row of Q_D; None when preemption has left nothing to run."""
         rows, admission = self._rows, self._admission
+        if self._chains is not None and self._chains.chained and admission.blocks_missing():
+            self._chains.drop_unfed()
         while admission.blocks_missing():
             self._requests.preempt(self._request_at(rows.youngest()))
         slots = rows.in_phase(DECODE)
@@ -122,7 +153,7 @@ class Dispatch:
             extra=stage_extra(chunks, self._r_max),
         )
         slots = np.array([chunk.request.slot for chunk in chunks], dtype=np.intp)
-        step = InFlightStep(header, Stage.PREFILL, slots, now)
+        step = InFlightStep(header, Stage.PREFILL, slots, now, slots)
         step.requests = tuple([chunk.request for chunk in chunks if chunk.samples])
         step.depths = (self._r_max,) * len(step.requests)
         step.tokens = n_tokens
@@ -133,6 +164,8 @@ class Dispatch:
         for request in [chunk.request for chunk in chunks if chunk.is_last]:
             request.dispatched += not request.output
             start_decode(self._rows, request)
+            if self._chains is not None:
+                self._chains.begin(request)
             if request.dispatched >= request.limit:
                 self._requests.drain(request)
         return self._send(step, frame, params)
@@ -140,18 +173,19 @@ class Dispatch:
     def _decode(
         self,
         stage: Stage,
-        slots: SlotArray,
+        lanes: SlotArray,
         now: float,
         aux: Int32Array | None,
         variant: Variant,
         extra: StageExtra | None = None,
     ) -> tuple[InFlightStep, Int32Array]:
         """Record and frame of a decode stage, of rows at their present positions."""
-        bucket = self._bucket_of[slots.size]
-        frame = decode_frame(slots, self._rows.position.take(slots), aux, bucket)
+        bucket = self._bucket_of[lanes.size]
+        slots = self._rows.slot.take(lanes)
+        frame = decode_frame(slots, self._rows.position.take(lanes), aux, lanes, bucket)
         step_id, no_work = self._take_step_id(), self.nothing_ran
-        header = StageBatch(step_id, stage, bucket, slots.size, variant=variant, after_no_work=no_work, extra=extra)
-        return InFlightStep(header, stage, slots, now), frame
+        header = StageBatch(step_id, stage, bucket, lanes.size, variant=variant, after_no_work=no_work, extra=extra)
+        return InFlightStep(header, stage, slots, now, lanes), frame
 
     def _send(self, step: InFlightStep, frame: Int32Array, params: Int32Array | None = None) -> ScheduledStage:
         """Books the stage as in flight."""

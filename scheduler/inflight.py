@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.lanes import CodaRows
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import SlotArray
 from depthbatch.scheduler.stage_batch import PromptTargets
@@ -19,6 +20,7 @@ class InFlightStep:
     stage: Stage
     slots: SlotArray  # [rows]
     dispatched_s: float
+    lanes: SlotArray  # [rows]; slots, of a prefill
     blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
     loops: Int32Array | None = None  # core with gates: loop of each row
     epochs: SlotArray | None = None  # with gates: epoch of each row
@@ -26,6 +28,7 @@ class InFlightStep:
     requests: tuple[Request | None, ...] = ()  # one a sampled token; None: the token is known, this one is dropped
     depths: tuple[int, ...] = ()  # exit depth of each sampled token
     targets: PromptTargets | None = None  # prompt tokens whose logprobs it brings
+    chained: CodaRows | None = None  # a coda's rows whose token or successor is not certain
 
     @property
     def step_id(self) -> int:

@@ -68,7 +68,17 @@ class Lifecycle:
         del self._live[request.request_id]
         self._counters.finished(reason)
         stop_reason = request.output[-1] if reason is FinishReason.STOP else None
-        event = TokenEvent(request.request_id, tokens, depths, reason, stop_reason, logprobs, failure=failure)
+        event = TokenEvent(
+            request.request_id,
+            tokens,
+            depths,
+            reason,
+            stop_reason,
+            logprobs,
+            failure=failure,
+            accepted_drafts=request.accepted_drafts,
+            rejected_drafts=request.rejected_drafts,
+        )
         self.events.append(event)
 
     def drain(self, request: Request) -> None:

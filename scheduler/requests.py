@@ -49,8 +49,16 @@ class Request:
     targets_sent: int = 0  # prompt tokens, the first apart, whose logprobs have been asked for
     targets_known: int = 0  # and answered
     prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
     overdue: bool = False  # waits behind all that are not (objective goodput)
     arrived_s: float | None = None  # until it is first prefilled, on the caller's clock
+
+    @property
+    def may_have_drafts(self) -> bool:
+        """Its tokens are a function of logits, seed and position alone, so that a draft is drawn as the token is."""
+        params = self.params
+        return params.speculation and not (params.changes_logits or params.grammar or self.forced_decode)
 
     @property
     def length(self) -> int:

@@ -1,10 +1,15 @@
-"""Per-row state as struct-of-arrays, indexed by slot. A row's phase is its queue, so no row is ever in two.
+"""Per-row state as struct-of-arrays. A row's phase is its queue, so no row is ever in two.
 
-::
+A slot is a sequence; a row is one token of it on its way, in a *lane*. With speculation a sequence has L lanes, so that
+L successive tokens may be on their way; without it L = 1, and a lane is a slot. A token's lane follows from its position
+(common.frames.lane_of), and arrays are indexed by it::
 
-    slot:        0 (dummy) | 1 | 2 | ... | W
-    phase        FREE -> PREFILLING -> DECODE -> READY -> EXITED -> DECODE ...
+    lane:        0 (dummy) | 1 .. W                 | W + 1 .. 2 W           | ...
+                             slots, position % L = 0  slots, position % L = 1
+    phase        FREE -> PREFILLING -> DECODE -> READY -> EXITED -> DECODE of the next position
                                        (Q_D)     (Q_R)    (Q_C)
+
+A chain of drafts adds the phases BLOCKED, HELD and READ (scheduler/lanes.py). Blocks and requests are a slot's.
 
 State advances when a stage is dispatched, not when its result arrives. All writes are methods of RowState.
 """
@@ -15,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from depthbatch.common.frames import Int32Array
+from depthbatch.common.frames import Int32Array, lane_of
 from depthbatch.common.gates import Gate
 from depthbatch.scheduler.requests import Request
 
@@ -30,9 +35,12 @@ class Phase(IntEnum):
     DECODE = 2  # Q_D, waits for prelude
     READY = 3  # Q_R, ready for its next loop
     EXITED = 4  # Q_C, waits for coda
+    BLOCKED = 5  # its next loop reads a plane that is not final yet
+    HELD = 6  # has exited, may not be read for good before the lane ahead of it
+    READ = 7  # its final readout is dispatched; its token, or whether its input was right, is not known
 
 
-FREE, PREFILLING, DECODE, READY, EXITED = (int(phase) for phase in Phase)
+FREE, PREFILLING, DECODE, READY, EXITED, BLOCKED, HELD, READ = (int(phase) for phase in Phase)
 
 
 class ReadyRows(NamedTuple):
@@ -43,7 +51,7 @@ class ReadyRows(NamedTuple):
 
 
 class DecodingRows(NamedTuple):
-    """Rows between their first token and their last, in slot order."""
+    """Sequences between their first token and their last: the oldest token of each that is on its way."""
 
     slots: SlotArray  # [rows]
     loops: Int32Array  # [rows] behind the token they carry; r_max for one that waits for coda
@@ -52,12 +60,17 @@ class DecodingRows(NamedTuple):
 
 
 class RowState:
-    """Arrays [W + 1] and the queue sizes."""
+    """Arrays [L W + 1] and the queue sizes; blocks and requests [W + 1]. W slots of L lanes each."""
 
-    def __init__(self, width: int, max_blocks_per_seq: int) -> None:
-        rows = width + 1
+    def __init__(self, width: int, max_blocks_per_seq: int, lanes: int = 1) -> None:
+        rows = lanes * width + 1
+        self.width = width
+        self.lanes = lanes
+        self.sequences = 0  # slots that are taken
+        self.slot = np.zeros(rows, np.intp)  # of each lane
+        self.slot[1:] = np.arange(lanes * width) % width + 1
         self.phase = np.zeros(rows, np.int8)
-        self.count = [width, 0, 0, 0, 0]  # rows by phase
+        self.count = [rows - 1, 0, 0, 0, 0, 0, 0, 0]  # rows by phase
         self.position = np.zeros(rows, np.int32)  # of the token the row carries
         self.loop = np.zeros(rows, np.int32)  # loops dispatched for that token
         self.exit_loop = np.zeros(rows, np.int32)  # as far as known; max_loops until a gate fires
@@ -79,10 +92,10 @@ class RowState:
         self.logprobs = np.zeros(rows, np.bool_)  # wants logprobs
         self.constrained = np.zeros(rows, np.bool_)  # has a grammar
         self.forced = np.zeros(rows, np.bool_)  # is fed a token that is known: what it samples is dropped
-        self.num_blocks = np.zeros(rows, np.int32)
-        self.table = np.zeros((rows, max_blocks_per_seq), np.int32)  # logical blocks
-        self.replay = np.zeros((rows, 0), np.uint8)  # depth by decode token, grown on demand
-        self.request: list[Request | None] = [None] * rows
+        self.num_blocks = np.zeros(width + 1, np.int32)
+        self.table = np.zeros((width + 1, max_blocks_per_seq), np.int32)  # logical blocks
+        self.replay = np.zeros((width + 1, 0), np.uint8)  # depth by decode token, grown on demand
+        self.request: list[Request | None] = [None] * (width + 1)
         kinds = (
             "sampled",
             "filtered",
@@ -111,18 +124,27 @@ class RowState:
         """True when some of the rows has the property; no numpy work when no active row has it."""
         return self.active_with[kind] > 0 and bool(getattr(self, kind)[slots].any())
 
+    def lane(self, slot: int, position: int) -> int:
+        """The lane of a slot's token at ``position``."""
+        return slot + position % self.lanes * self.width
+
+    def of_slot(self, slot: int) -> slice:
+        """All lanes of a slot."""
+        return slice(slot, None, self.width)
+
     def admit(self, slot: int, request: Request, blocks: Int32Array) -> None:
         """A request takes a slot and enters PREFILLING."""
-        params, gate = request.params, request.gate
+        params, gate, lanes = request.params, request.gate, self.of_slot(slot)
         self._set_phase(slot, PREFILLING)
+        self.sequences += 1
         self.request[slot] = request
-        self.order[slot] = request.order
-        self.arrived_s[slot] = np.nan if request.arrived_s is None else request.arrived_s
-        self.max_loops[slot] = params.max_loops
-        self.delay[slot] = gate.delay
-        self.first_flag_loop[slot] = params.min_loops - gate.delay
-        self.first_output[slot] = request.prompt.size
-        self.last_position[slot] = request.prompt.size + request.limit - 2
+        self.order[lanes] = request.order
+        self.arrived_s[lanes] = np.nan if request.arrived_s is None else request.arrived_s
+        self.max_loops[lanes] = params.max_loops
+        self.delay[lanes] = gate.delay
+        self.first_flag_loop[lanes] = params.min_loops - gate.delay
+        self.first_output[lanes] = request.prompt.size
+        self.last_position[lanes] = request.prompt.size + request.limit - 2
         self.num_blocks[slot] = blocks.size
         self.table[slot, : blocks.size] = blocks
         self._set_kinds(slot, request, +1)
@@ -130,14 +152,16 @@ class RowState:
             self._load_replay(slot, params.exit_depths, params.max_loops)
 
     def release(self, slot: int) -> Int32Array:
-        """The row leaves; returns the blocks it held."""
+        """The sequence leaves, with all its rows; returns the blocks it held."""
         request = self.request[slot]
         assert request is not None
         self._set_kinds(slot, request, -1)
         self.set_forced(slot, False)
-        self._set_phase(slot, FREE)
+        for lane in range(slot, self.phase.size, self.width):
+            self._set_phase(lane, FREE)
         self.request[slot] = None
-        self.epoch[slot] += 1
+        self.sequences -= 1
+        self.epoch[self.of_slot(slot)] += 1
         blocks = self.table[slot, : self.num_blocks[slot]].copy()
         self.num_blocks[slot] = 0
         return blocks
@@ -148,19 +172,29 @@ class RowState:
         self.forced[slot] = forced
 
     def start_decode(self, slot: int, position: int) -> None:
-        """The prompt is prefilled; the row now carries the token at ``position``."""
-        self._set_phase(slot, DECODE)
-        self.position[slot] = position
+        """The prompt is prefilled; a row now carries the token at ``position``."""
+        self._set_phase(slot, FREE)
+        self.carry(np.array([self.lane(slot, position)]), position)
+
+    def carry(self, lanes: SlotArray, positions: Int32Array | int) -> None:
+        """Free lanes get the tokens at ``positions``, which wait for prelude."""
+        self.move(lanes, FREE, DECODE)
+        self.position[lanes] = positions
+        self.epoch[lanes] += 1
+
+    def drop(self, lane: int) -> None:
+        """A lane's token is no longer on its way; whatever comes back for it is void."""
+        self._set_phase(lane, FREE)
+        self.epoch[lane] += 1
 
     def start_token(self, slots: SlotArray) -> None:
         """Prelude: the token's loop count starts, its depth is set as far as it is known."""
         self.loop[slots] = 0
-        self.epoch[slots] += 1
         self.exit_loop[slots] = self.max_loops[slots]
         if self.active_with["replayed"]:
             rows = slots[self.replayed[slots]]
             index = np.minimum(self.position[rows] - self.first_output[rows], self.replay.shape[1] - 1)
-            self.exit_loop[rows] = self.replay[rows, index]
+            self.exit_loop[rows] = self.replay[self.slot[rows], index]
         self.move(slots, DECODE, READY)
 
     def begin_loop(self, slots: SlotArray) -> Int32Array:
@@ -172,12 +206,18 @@ class RowState:
         return loops
 
     def begin_coda(self, slots: SlotArray) -> SlotArray:
-        """Coda: rows carry their next token and wait for prelude. Returns those whose token was the last one allowed."""
+        """Coda: the sequences' next tokens wait for prelude. Returns the rows whose token was the last one allowed."""
         positions = self.position.take(slots)
         last = slots[positions >= self.last_position.take(slots)]
         positions += 1
-        self.position[slots] = positions
-        self.move(slots, EXITED, DECODE)
+        if self.lanes == 1:
+            self.move(slots, EXITED, DECODE)
+            self.position[slots] = positions
+            self.epoch[slots] += 1
+        else:
+            self.move(slots, EXITED, FREE)
+            self.epoch[slots] += 1
+            self.carry(lane_of(self.slot.take(slots), positions, self.width, self.lanes), positions)
         return last
 
     def awaits_own(self, slots: SlotArray, loops: Int32Array) -> bool:
@@ -187,14 +227,20 @@ class RowState:
         undecided = self.own[slots] & (loops >= self.first_flag_loop[slots]) & (loops < self.max_loops[slots])
         return bool(undecided.any())
 
-    def fire(self, slots: SlotArray, epochs: SlotArray, loops: Int32Array, fired: npt.NDArray[np.uint8]) -> None:
-        """Gates that fired, [rows], at these loops become exits. Rows that carry another token by now are not touched."""
-        counts = self._decides_for(slots, epochs) & (fired != 0) & self.gated[slots]
-        counts &= loops >= self.first_flag_loop[slots]
-        rows = slots[counts]
+    def fire(self, lanes: SlotArray, epochs: SlotArray, loops: Int32Array, fired: npt.NDArray[np.uint8]) -> SlotArray:
+        """Gates that fired, [rows], at these loops become exits. Rows that carry another token by now are not touched.
+        Returns the rows that join Q_C with that."""
+        counts = self._decides_for(lanes, epochs) & (fired != 0) & self.gated[lanes]
+        counts &= loops >= self.first_flag_loop[lanes]
+        rows = lanes[counts]
         exits = np.minimum(loops[counts] + self.delay[rows], self.exit_loop[rows])
         self.exit_loop[rows] = exits
-        self._exit(rows[(self.loop[rows] >= exits) & (self.phase[rows] == READY)])
+        phase = self.phase[rows]
+        leaving: SlotArray = rows[(self.loop[rows] >= exits) & ((phase == READY) | (phase == BLOCKED))]
+        if leaving.size:
+            self.move(leaving[self.phase[leaving] == BLOCKED], BLOCKED, READY)
+            self._exit(leaving)
+        return leaving
 
     def set_predicted_depths(self, slots: SlotArray, epochs: SlotArray, depths: npt.NDArray[np.uint8]) -> None:
         """What preloop gates say of their tokens, [rows]. Rows that carry another token by now are not touched."""
@@ -209,8 +255,9 @@ class RowState:
 
     def add_blocks(self, slots: SlotArray, blocks: Int32Array) -> None:
         """One more block at the end of each row's table."""
-        self.table[slots, self.num_blocks[slots]] = blocks
-        self.num_blocks[slots] += 1
+        owners = self.slot.take(slots)
+        self.table[owners, self.num_blocks[owners]] = blocks
+        self.num_blocks[owners] += 1
 
     def ready_rows(self) -> ReadyRows:
         """Q_R as a policy may see it."""
@@ -219,16 +266,20 @@ class RowState:
         return ReadyRows(loops, loops + 1 >= self.exit_loop.take(ready))
 
     def decoding_rows(self, r_max: int) -> DecodingRows:
-        """Rows that carry a token, wherever they are with it."""
-        slots = np.flatnonzero(self.phase >= DECODE)
-        phase = self.phase.take(slots)
-        loops = np.where(phase == EXITED, r_max, np.where(phase == READY, self.loop.take(slots), 0)).astype(np.int32)
-        return DecodingRows(slots, loops, self.order.take(slots), self.arrived_s.take(slots))
+        """Sequences that carry a token, wherever they are with it; of a chain the oldest."""
+        lanes = np.flatnonzero(self.phase >= DECODE)
+        if self.lanes > 1:
+            lanes = lanes[np.lexsort((self.position[lanes], self.slot[lanes]))]
+            lanes = lanes[np.unique(self.slot[lanes], return_index=True)[1]]
+        phase = self.phase.take(lanes)
+        running = (phase == READY) | (phase == BLOCKED)
+        loops = np.where(running, self.loop.take(lanes), np.where(phase == DECODE, 0, r_max)).astype(np.int32)
+        return DecodingRows(self.slot.take(lanes), loops, self.order.take(lanes), self.arrived_s.take(lanes))
 
     def youngest(self) -> int:
         """The slot whose request is served last."""
         active = np.flatnonzero(self.phase != FREE)
-        return int(active[np.argmax(self.order[active])])
+        return int(self.slot[active[np.argmax(self.order[active])]])
 
     def _exit(self, slots: SlotArray) -> None:
         if slots.size:
@@ -259,8 +310,9 @@ class RowState:
             "logprobs": request.params.logprobs,
             "constrained": bool(request.params.grammar),
         }
+        lanes = self.of_slot(slot)
         for kind, value in holds.items():
-            getattr(self, kind)[slot] = value and sign > 0
+            getattr(self, kind)[lanes] = value and sign > 0
             self.active_with[kind] += sign * value
 
     def _load_replay(self, slot: int, depths: bytes, max_loops: int) -> None:

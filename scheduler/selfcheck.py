@@ -22,7 +22,8 @@ def check_idle(admission: "Admission") -> None:
     _require(blocks.free == blocks.total, f"idle with {blocks.free} of {blocks.total} blocks free")
     _require(slots.free == slots.total, f"idle with {slots.free} of {slots.total} slots free")
     _require(len(admission.waiting) == 0 and admission.partial is None, "idle with a request in the waiting queue")
-    _require(admission.rows.count == [slots.total, 0, 0, 0, 0], f"idle with rows in queues {admission.rows.count}")
+    rows = admission.rows
+    _require(rows.count == [rows.phase.size - 1, *[0] * 7], f"idle with rows in queues {rows.count}")
     _require(np.unique(blocks.free_blocks()).size == blocks.total, "a block is in the free list twice")
     _require(len(set(slots.free_slots())) == slots.total, "a slot is in the free list twice")
 
@@ -42,10 +43,14 @@ def check_ownership(admission: "Admission", requests: Iterable[Request]) -> None
     active = {request.slot: request for request in requests if request.state is State.ACTIVE}
     _require(free.isdisjoint(active) and len(free) + len(active) == slots.total, "slots: free and held do not add up")
     for slot in range(1, slots.total + 1):
-        _require((rows.phase[slot] == FREE) == (slot in free), f"slot {slot} is free and in a queue, or neither")
+        idle = bool((rows.phase[rows.of_slot(slot)] == FREE).all())
+        _require(idle == (slot in free), f"slot {slot} is free and in a queue, or neither")
         _require(rows.request[slot] is active.get(slot), f"slot {slot} has a row of another request")
     counts = np.bincount(rows.phase[1:], minlength=len(rows.count)).tolist()
     _require(counts == rows.count, f"queue sizes {rows.count} are not those of the rows {counts}")
+    if admission.chains is not None:
+        for request in active.values():
+            _require(admission.chains.holds(request), f"slot {request.slot}: its rows are not its chain")
     partial = admission.partial
     _require(
         rows.count[PREFILLING] == (partial is not None) and (partial is None or active.get(partial.slot) is partial),

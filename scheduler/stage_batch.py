@@ -11,6 +11,7 @@ from depthbatch.common.frames import (
     ADJUSTMENT_FIELDS,
     ROW_AUX,
     ROW_FIELDS,
+    ROW_LANE,
     ROW_POSITION,
     ROW_SLOT,
     SLOT_PARAMS,
@@ -49,12 +50,15 @@ class PrefillChunk(NamedTuple):
         return self.is_last and not self.request.output
 
 
-def decode_frame(slots: SlotArray, positions: Int32Array, aux: Int32Array | None, bucket: int) -> Int32Array:
-    """[3, bucket]; rows beyond the real ones stay zero, the dummies."""
+def decode_frame(
+    slots: SlotArray, positions: Int32Array, aux: Int32Array | None, lanes: SlotArray, bucket: int
+) -> Int32Array:
+    """[4, bucket]; rows beyond the real ones stay zero, the dummies."""
     rows = slots.size
     frame = np.zeros((ROW_FIELDS, bucket), np.int32)
     frame[ROW_SLOT, :rows] = slots
     frame[ROW_POSITION, :rows] = positions
+    frame[ROW_LANE, :rows] = lanes
     if aux is not None:
         frame[ROW_AUX, :rows] = aux
     return frame

@@ -25,7 +25,7 @@ from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CudaAccelerator
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from depthbatch.worker.runner.plain import PlainRunner
-from depthbatch.worker.runner.stage_input import StageLimits, bucket_sizes, uncaptured_sizes
+from depthbatch.worker.runner.stage_input import StageLimits, bucket_sizes, most_rows, uncaptured_sizes
 from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
 from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.sampling.grammar_matchers import load_grammars
@@ -76,7 +76,8 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
         dtype=spec.dtype,
         device=device,
     )
-    slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device)
+    lanes = 1 + config.draft_lanes_under(layout, spec.r_max)
+    slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device, lanes)
     stages = Stages(model, select_backend(geometry, backend), slots, layout)
     info = engine_info(config, spec, layout, plan, device)
     grammars = load_grammars(resolve_model_dir(config.model), spec.vocab_size, spec.eos_token_ids)
@@ -88,6 +89,7 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
         r_max=spec.r_max,
         vocab_size=spec.vocab_size,
         buckets=info.buckets,
+        lanes=lanes,
     )
     warm_up(stages, device, config.model)
     if grammars is not None and not grammars.ready():
@@ -144,6 +146,7 @@ def engine_info(
     if not spec.r_min <= r_min <= spec.r_max:
         raise ConfigError(f"min_loops {r_min} is outside {spec.architecture}'s range {spec.r_min}..{spec.r_max}")
     choice = resolve_gates(config, spec, layout)
+    drafts = config.draft_lanes_under(layout, spec.r_max)
     return EngineInfo(
         model=config.model,
         architecture=spec.architecture,
@@ -159,7 +162,11 @@ def engine_info(
         kv_bytes_per_token=plan.bytes_per_token,
         max_model_len=plan.max_model_len,
         boundary_layers=spec.prelude_layers + spec.coda_layers,
-        buckets=(bucket_sizes if device.type == "cuda" else uncaptured_sizes)(config.max_num_seqs),
+        buckets=(bucket_sizes if device.type == "cuda" else uncaptured_sizes)(
+            most_rows(config.max_num_seqs, 1 + drafts)
+        ),
+        draft_lanes=drafts,
+        coda_layers=spec.coda_layers,
         device=device.type,
         dtype=str(spec.dtype).removeprefix("torch."),
         eos_token_ids=spec.eos_token_ids,
@@ -188,9 +195,9 @@ def warm_up(stages: Stages, device: torch.device, name: str) -> None:
     spec = stages.model.spec
     with torch.inference_mode():
         stages.prefill(PrefillInput.dummy(WARM_UP_TOKENS, device), PLAIN)
-        buffers.fill(np.array([0, WARM_UP_TOKENS, 0], np.int32))
+        buffers.fill(np.array([0, WARM_UP_TOKENS, 0, 0], np.int32))
         stages.prelude(buffers)
-        buffers.fill(np.array([0, WARM_UP_TOKENS, 1], np.int32))
+        buffers.fill(np.array([0, WARM_UP_TOKENS, 1, 0], np.int32))
         gated = any(gate.decides_on_device for gate in spec.gates)
         stages.core(buffers, Variant.GATES if gated else PLAIN)
         stages.coda(buffers, PLAIN)

@@ -25,7 +25,7 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, StageBatch, StageResult, Variant
 from depthbatch.common.splitmix64 import UNSIGNED, mix64
 from depthbatch.worker.device_profile import DeviceProfile, read_profile
-from depthbatch.worker.runner.stage_input import StageInput, StageLimits, bucket_sizes, parse_stage
+from depthbatch.worker.runner.stage_input import StageInput, StageLimits, bucket_sizes, most_rows, parse_stage
 from depthbatch.worker.runner.stage_io import NO_OUTPUT, LaunchedStage, StageOutput
 
 PREFIX = "simulated:"
@@ -58,6 +58,7 @@ def simulated_info(config: EngineConfig, profile: DeviceProfile) -> EngineInfo:
         raise ConfigError(f"gate '{config.gate}': a simulated device decides no exits; use replayed depths")
     length = config.max_model_len or MAX_POSITIONS
     block_size = config.block_size or BLOCK_SIZE
+    draft_lanes = config.draft_lanes_under(KVLayout(layout), r_max)
     return EngineInfo(
         model=profile.name,
         architecture="simulated",
@@ -73,7 +74,9 @@ def simulated_info(config: EngineConfig, profile: DeviceProfile) -> EngineInfo:
         kv_bytes_per_token=profile.bytes_per_kv_token * layout.num_planes(r_max),
         max_model_len=length,
         boundary_layers=profile.boundary_layers,
-        buckets=bucket_sizes(config.max_num_seqs),
+        buckets=bucket_sizes(most_rows(config.max_num_seqs, 1 + draft_lanes)),
+        draft_lanes=draft_lanes,
+        coda_layers=profile.boundary_layers,
         device=f"simulated:{profile.name}",
         dtype="bfloat16",
     )
@@ -93,6 +96,7 @@ class SimulatedRunner:
             r_max=info.r_max,
             vocab_size=info.vocab_size,
             buckets=info.buckets,
+            lanes=1 + info.draft_lanes,
         )
         self.lateness_s: deque[float] = deque(maxlen=10_000)  # how long after its end each stage was read
         self._profile = profile

@@ -7,7 +7,7 @@ queues, or of where a sequence is: positions and loops arrive with every row.
 import torch
 from torch import Tensor
 
-from depthbatch.common.frames import SLOT_PARAM_WORDS
+from depthbatch.common.frames import SLOT_PARAM_WORDS, lane_of
 from depthbatch.worker.models.interface import ModelSpec, WorkItem
 from depthbatch.worker.sampling.logits_processors import Shaping
 from depthbatch.worker.sampling.slot_params import SlotParams
@@ -18,26 +18,32 @@ class SlotState:
 
     ::
 
+        lane        0      1      2   ...  lanes * num_slots             (common.frames.lane_of; a slot without drafts)
+        token       .      t      t          t          int32 [L*S+1]    the token whose prelude runs here next
+        item[i]     .      x      x          x          dtype [L*S+1, D] one tensor a name of spec.work_item
+        survival    .      s      s          s          fp32  [L*S+1]    S_t of the token in the core
+        cumulated   .      c      c          c          fp32  [L*S+1]    p_1 + .. + p_t of the token in the core
+
         slot        0      1      2   ...  num_slots
-        token       .      t      t          t          int32 [S+1]      the sequence's last token
-        item[i]     .      x      x          x          dtype [S+1, D]   one tensor a name of spec.work_item
-        survival    .      s      s          s          fp32  [S+1]      S_t of the token in the core
-        cumulated   .      c      c          c          fp32  [S+1]      p_1 + .. + p_t of the token in the core
         params      .      p      p          p          int32 [S+1, SLOT_PARAM_WORDS]
         block_table .      b      b          b          int32 [S+1, max_blocks]   logical blocks
         shaping     counts, penalties' and grammars' tables: worker/sampling/logits_processors.py
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, spec: ModelSpec, device: torch.device) -> None:
-        rows = num_slots + 1
+    def __init__(self, num_slots: int, max_blocks: int, spec: ModelSpec, device: torch.device, lanes: int = 1) -> None:
+        rows, states = num_slots + 1, lanes * num_slots + 1
         self.num_slots = num_slots
         self.max_blocks = max_blocks
-        self.token = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.lanes = lanes
+        self.token = torch.zeros(states, dtype=torch.int32, device=device)
         self.item: WorkItem = tuple(
-            torch.zeros(rows, spec.hidden_size, dtype=spec.dtype, device=device) for _ in spec.work_item
+            torch.zeros(states, spec.hidden_size, dtype=spec.dtype, device=device) for _ in spec.work_item
         )
-        self.survival = torch.ones(rows, dtype=torch.float32, device=device)
-        self.cumulated = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.survival = torch.ones(states, dtype=torch.float32, device=device)
+        self.cumulated = torch.zeros(states, dtype=torch.float32, device=device)
+        # Lane of the next position, by lane.
+        self._next_lane = (torch.arange(states, device=device) - 1 + num_slots) % max(states - 1, 1) + 1
+        self._next_lane[0] = 0
         self.params = torch.zeros(rows, SLOT_PARAM_WORDS, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.shaping = Shaping(rows, spec.vocab_size, device)
@@ -51,6 +57,7 @@ class SlotState:
             self.cumulated,
             self.params,
             self.block_table,
+            self._next_lane,
             *self.shaping.tensors(),
         )
 
@@ -62,14 +69,25 @@ class SlotState:
         """Parameters of the rows; slots int64 [N]."""
         return SlotParams(self.params.index_select(0, slots))
 
-    def gather_item(self, slots: Tensor) -> WorkItem:
-        """The work items of the rows, each [N, D]; slots int64 [N]."""
-        return tuple(tensor.index_select(0, slots) for tensor in self.item)
+    def lanes_at(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Lanes of the tokens at ``positions`` [N] of ``slots`` int64 [N]."""
+        if self.lanes == 1:
+            return slots
+        lanes: Tensor = lane_of(slots, positions, self.num_slots, self.lanes)
+        return torch.where(slots > 0, lanes, 0).long()
 
-    def scatter_item(self, slots: Tensor, item: WorkItem) -> None:
-        """Puts the rows' work items back; slots int64 [N]."""
+    def next_lanes(self, lanes: Tensor) -> Tensor:
+        """Lanes of the positions behind those of ``lanes`` int64 [N]."""
+        return lanes if self.lanes == 1 else self._next_lane.index_select(0, lanes)
+
+    def gather_item(self, lanes: Tensor) -> WorkItem:
+        """The work items of the rows, each [N, D]; lanes int64 [N]."""
+        return tuple(tensor.index_select(0, lanes) for tensor in self.item)
+
+    def scatter_item(self, lanes: Tensor, item: WorkItem) -> None:
+        """Puts the rows' work items back; lanes int64 [N]."""
         for tensor, rows in zip(self.item, item, strict=True):
-            tensor.index_copy_(0, slots, rows)
+            tensor.index_copy_(0, lanes, rows)
 
     def put_blocks(self, slots: Tensor, columns: Tensor, blocks: Tensor) -> None:
         """block_table[slot, column] = block where block > 0; slots, columns int64 [N], blocks int32 [N]."""

@@ -20,7 +20,7 @@ from depthbatch.benchmarks.flops import count_flops, stage_flops
 from depthbatch.benchmarks.gpu.host_accelerator import HostAccelerator
 from depthbatch.benchmarks.gpu.shapes import Shape, bucket_for, power_of_two_sizes, shapes, workload_of, write_config
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import Stage
+from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_LANE, ROW_POSITION, ROW_SLOT, Stage
 from depthbatch.common.messages import PLAIN, RequestParams, StageBatch, Submit, TokenEvent, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
@@ -290,9 +290,9 @@ def place_rows(runner: OverlappedRunner, stage: Stage, bucket: int, rows: int, c
     per_row = -(-context // size)
     table = torch.zeros_like(stages.slots.block_table)
     table[1 : rows + 1, :per_row] = 1 + torch.arange(rows * per_row, device=table.device).view(rows, per_row)
-    frame = np.zeros((3, bucket), np.int32)
-    frame[0, :rows] = np.arange(1, rows + 1)
-    frame[1, :rows], frame[2, :rows] = context - 1, 0 if stage is Stage.PRELUDE else 2
+    frame = np.zeros((ROW_FIELDS, bucket), np.int32)
+    frame[ROW_SLOT, :rows] = frame[ROW_LANE, :rows] = np.arange(1, rows + 1)
+    frame[ROW_POSITION, :rows], frame[ROW_AUX, :rows] = context - 1, 0 if stage is Stage.PRELUDE else 2
     with torch.inference_mode():
         stages.slots.block_table.copy_(table)
         runner._buffers[stage, bucket].fill(frame)

@@ -111,7 +111,7 @@ class AutoPolicy:
         start_s, end_s = retired.start_s, retired.end_s
         waited_since_s = start_s if retired.after_no_work or self._last_end_s is None else self._last_end_s
         self._last_end_s = end_s
-        rows = retired.slots.size
+        rows = retired.rows
         self.costs.add(retired.stage, rows, self._bucket_of[rows], retired.tokens, end_s - waited_since_s)
         self._flow.add(retired)
         if self._pacing is not None:

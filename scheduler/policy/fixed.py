@@ -2,6 +2,7 @@
 sizes of the queues alone."""
 
 from depthbatch.common.frames import Stage
+from depthbatch.scheduler.config import DraftLimit
 from depthbatch.scheduler.policy.view import Decision, QueueView, RetiredStage
 
 PREFILL, PRELUDE, CORE, CODA = (Decision(stage) for stage in Stage)
@@ -37,18 +38,22 @@ class ContinuousBatching(NoRefill):
 
 
 class Refill(_FixedPolicy):
-    """Algorithm 2 with its minimum coda batch K."""
+    """Algorithm 2 with its minimum coda batch K; with drafts, a coda as soon as one can be read."""
 
-    def __init__(self, min_coda_batch: int) -> None:
+    def __init__(self, min_coda_batch: int, drafts: DraftLimit | None = None) -> None:
         self._min_coda_batch = min_coda_batch
+        self._drafts = drafts
+        self._coda = CODA._replace(drafts=drafts)
 
     def choose(self, view: QueueView, now: float) -> Decision | None:
         if view.q_d:  # no decision lies between prefill or coda and prelude
             return PRELUDE
         if view.q_c >= self._min_coda_batch:
-            return CODA
+            return self._coda
         if view.can_prefill():
             return PREFILL
+        if self._drafts is not None and view.asks_for_coda(self._drafts):
+            return self._coda
         if view.q_r:
             return CORE
-        return CODA if view.q_c else None  # under-size, else K would deadlock at the tail
+        return self._coda if view.q_c else None  # under-size, else K would deadlock at the tail

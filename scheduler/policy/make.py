@@ -14,7 +14,7 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case "no-refill":
             return NoRefill()
         case "refill":
-            return Refill(config.min_coda_batch)
+            return Refill(config.min_coda_batch, config.drafts)
         case "auto":
             return AutoPolicy(config)
     raise ValueError(f"unknown policy {config.policy}")

@@ -7,9 +7,10 @@ import numpy as np
 
 from depthbatch.common.frames import Stage
 from depthbatch.scheduler.admission import Admission
+from depthbatch.scheduler.config import DraftLimit
 from depthbatch.scheduler.inflight import InFlight
 from depthbatch.scheduler.requests import HeadPrompt, PrefillLimit
-from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
+from depthbatch.scheduler.rows import BLOCKED, DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
 
 
 class Decision(NamedTuple):
@@ -18,14 +19,16 @@ class Decision(NamedTuple):
     stage: Stage | None
     prefill_limit: PrefillLimit | None = None  # of a prefill; None = M tokens and all free slots
     set_back: int | None = None  # without a stage: id of the waiting request that goes behind all that are not overdue
+    drafts: DraftLimit | None = None  # of a coda: which rows it also reads for a draft
 
 
 class RetiredStage(NamedTuple):
     """A stage whose result has come, as a policy observes it. Times in seconds on the worker's clock."""
 
     stage: Stage
-    slots: SlotArray  # [rows]
-    depths: tuple[int, ...]  # exit depth of each token it sampled
+    rows: int
+    slots: SlotArray  # of the rows; of a coda's, those that are read for good
+    depths: tuple[int, ...]  # exit depth of each token it sampled for good
     tokens: int  # prompt tokens of a prefill, context tokens of a core step
     first_tokens: tuple[tuple[int, int], ...]  # (slot, order) of each row that has its first token from it and runs on
     after_no_work: bool  # the worker stood still before it because nothing was runnable
@@ -75,6 +78,10 @@ class QueueView:
     def can_prefill(self, min_free_slots: int | None = None) -> bool:
         """CanPrefill of scheduling.md; with another S than the configured one, if given."""
         return self._admission.can_prefill(min_free_slots)
+
+    def asks_for_coda(self, limit: DraftLimit) -> int:
+        """Rows that a coda would read for a draft under this limit, and rows that wait for one to fill planes."""
+        return int(self._admission.tails(limit).size) + self._rows.count[BLOCKED]
 
     def ready_rows(self) -> ReadyRows:
         """Loops of the rows of Q_R, and which of them certainly exit at their next one."""

@@ -95,8 +95,8 @@ def test_a_forced_token_takes_the_place_of_the_sampled_one(overlaps: bool) -> No
     slots.token[1:3] = torch.tensor([7, 9], dtype=torch.int32)
     slots.shaping.counts[1, 7] = slots.shaping.counts[2, 9] = 1
     bucket = min(bucket for bucket in runner.limits.buckets if bucket >= 2)
-    frame = np.zeros((3, bucket), np.int32)
-    frame[:, :2] = [1, 2], [0, 0], [1, 2]
+    frame = np.zeros((4, bucket), np.int32)
+    frame[:, :2] = [1, 2], [0, 0], [1, 2], [1, 2]
     extra = StageExtra(forced_tokens=np.array([[1, 42]], np.int32).tobytes())
     runner.read(runner.launch(StageBatch(1, Stage.PRELUDE, bucket, 2, extra=extra), frame))
     assert slots.token[1:3].tolist() == [42, 9]

@@ -46,8 +46,8 @@ def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
     coda = Variant.SAMPLE | Variant.FILTER | Variant.LOGITS | Variant.LOGPROBS
     variant = {Stage.PRELUDE: PLAIN, Stage.CORE: Variant.GATES, Stage.CODA: coda}
     for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, 3, 1))):
-        frame = np.zeros((3, BUCKET), np.int32)
-        frame[:, :ROWS] = [1, 2, 4], [position] * 3, aux
+        frame = np.zeros((4, BUCKET), np.int32)
+        frame[:, :ROWS] = [1, 2, 4], [position] * 3, aux, [1, 2, 4]
         yield StageBatch(position * 10 + stage, stage, BUCKET, ROWS, variant=variant[stage]), frame
 
 

@@ -160,7 +160,7 @@ class PagedWorker:
     def _check_rows(self, stage: ScheduledStage) -> list[tuple[Slot, int, int]]:
         """Frame invariants; returns (slot, position, aux) a row."""
         header, frame, config = stage.header, stage.frame, self.config
-        assert frame.dtype == np.int32 and frame.flags.c_contiguous and frame.shape == (3, header.bucket)
+        assert frame.dtype == np.int32 and frame.flags.c_contiguous and frame.shape == (4, header.bucket)
         assert header.bucket in config.buckets and 1 <= header.rows <= min(header.bucket, config.max_num_seqs)
         assert not any(bucket >= header.rows for bucket in config.buckets if bucket < header.bucket)
         assert not frame[:, header.rows :].any(), "padding rows are all zero"

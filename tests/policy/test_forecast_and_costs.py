@@ -146,7 +146,7 @@ def flow(prompt_tokens: int) -> _Flow:
     passed = _Flow(16)
     for _ in range(17):
         for stage, tokens in [(Stage.CORE, 0)] * 4 + [(Stage.CODA, 0), (Stage.PREFILL, prompt_tokens)]:
-            passed.add(RetiredStage(stage, np.arange(1, 2), (4,), tokens, (), False, 0.0, 0.0))
+            passed.add(RetiredStage(stage, 1, np.arange(1, 2), (4,), tokens, (), False, 0.0, 0.0))
     return passed
 
 

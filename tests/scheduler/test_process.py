@@ -124,7 +124,7 @@ class FakeWorker:
             assert isinstance(header, StageBatch)
             frames = [np.frombuffer(frame, np.int32) for frame in received.frames]
             if header.stage != Stage.PREFILL:
-                frames[0] = frames[0].reshape(3, header.bucket)
+                frames[0] = frames[0].reshape(4, header.bucket)
             params = frames[1].reshape(header.n_slot_params, -1) if header.n_slot_params else None
             if self.stages == 0:  # step ids go on after a restart, so that old answers are told from new ones
                 self.worker.last_step_id = header.step_id - 1

@@ -20,7 +20,7 @@ def int32(*values: int) -> bytes:
 
 
 def decode(stage: Stage, aux: tuple[int, int, int]) -> tuple[StageBatch, Int32Array]:
-    frame = np.array([[1, 4, 2, 0], [0, 47, 16, 0], [*aux, 0]], np.int32)
+    frame = np.array([[1, 4, 2, 0], [0, 47, 16, 0], [*aux, 0], [1, 4, 2, 0]], np.int32)
     return StageBatch(7, stage, bucket=4, rows=3), frame
 
 
@@ -56,6 +56,8 @@ def test_good_stages_pass() -> None:
         ((2, 3), 1, "padding"),
         ((1, 0), 48, "position"),
         ((1, 0), -1, "position"),
+        ((3, 1), 3, "lane"),
+        ((3, 3), 3, "padding"),
     ],
 )
 @pytest.mark.parametrize("stage", [Stage.PRELUDE, Stage.CORE, Stage.CODA])

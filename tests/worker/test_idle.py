@@ -26,7 +26,7 @@ def runner(**options: object) -> SimulatedRunner:
 
 def core(step: int, positions: tuple[int, ...] = (9, 19)) -> tuple[StageBatch, np.ndarray]:
     rows = len(positions)
-    frame = np.array([range(1, rows + 1), positions, [1] * rows], np.int32)
+    frame = np.array([range(1, rows + 1), positions, [1] * rows, range(1, rows + 1)], np.int32)
     return StageBatch(step, Stage.CORE, bucket=rows, rows=rows), frame
 
 
@@ -70,12 +70,12 @@ def test_tokens_are_a_function_of_seed_and_position_alone() -> None:
     device = runner()
     params = np.zeros(3, SLOT_PARAMS)
     params["slot"], params["seed_high"] = (1, 2, 3), (7, 7, -8)
-    frame = np.array([[1, 2, 3, 4], [5, 5, 5, 6], [1, 1, 1, 1]], np.int32)
+    frame = np.array([[1, 2, 3, 4], [5, 5, 5, 6], [1, 1, 1, 1], [1, 2, 3, 4]], np.int32)
     header = StageBatch(1, Stage.CODA, bucket=4, rows=4, n_slot_params=3)
     first = device.launch(header, frame, slot_param_words(params)).output.token_ids
     assert first[0] == first[1] and first[0] != first[2]
-    again = device.launch(StageBatch(2, Stage.CODA, 1, 1), np.array([2, 5, 3], np.int32)).output.token_ids
-    other = device.launch(StageBatch(3, Stage.CODA, 1, 1), np.array([2, 6, 3], np.int32)).output.token_ids
+    again = device.launch(StageBatch(2, Stage.CODA, 1, 1), np.array([2, 5, 3, 2], np.int32)).output.token_ids
+    other = device.launch(StageBatch(3, Stage.CODA, 1, 1), np.array([2, 6, 3, 2], np.int32)).output.token_ids
     assert again.tolist() == [first[1]] and other[0] != first[1]
     assert ((first >= 0) & (first < 49152)).all()
 

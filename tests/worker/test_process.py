@@ -118,7 +118,7 @@ def test_stages_queued_ahead_give_the_published_tokens(bench: Bench) -> None:
     for position in (len(prompt), len(prompt) + 1):
         for stage, aux in ((Stage.PRELUDE, 0), *((Stage.CORE, loop) for loop in (1, 2, 3, 4)), (Stage.CODA, 4)):
             step += 1
-            bench.send(StageBatch(step, stage, 1, 1), np.array([2, position, aux]))
+            bench.send(StageBatch(step, stage, 1, 1), np.array([2, position, aux, 2]))
     results = [bench.receive(StageResult) for _ in range(step)]
     assert all(isinstance(result, StageResult) for result in results)
     assert [result.step_id for result in results] == list(range(1, step + 1))
@@ -152,7 +152,7 @@ def test_what_is_no_stage_ends_the_worker(bench: Bench, simulated: str, parts: l
     child = bench.start(simulated)
     bench.receive(WorkerReady)
     if parts is None:
-        bench.send(StageBatch(3, Stage.CORE, 1, 1), np.array([9, 0, 1]))
+        bench.send(StageBatch(3, Stage.CORE, 1, 1), np.array([9, 0, 1, 9]))
     else:
         bench.router.socket.send_multipart([bench.peer, *parts])
     fatal = bench.receive(Fatal)
@@ -172,7 +172,7 @@ def test_waits_are_reported_by_cause(bench: Bench, simulated: str) -> None:
     """Two stages queued, a pause that was nobody's fault, one stage: the pause is idle without work, not the scheduler's."""
     bench.start(simulated)
     bench.receive(WorkerReady)
-    frame = np.array([1, 9, 1])
+    frame = np.array([1, 9, 1, 1])
     for step in (1, 2):
         bench.send(StageBatch(step, Stage.CORE, 1, 1), frame)
     first, second = bench.receive(StageResult), bench.receive(StageResult)

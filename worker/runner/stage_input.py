@@ -14,6 +14,7 @@ from depthbatch.common.frames import (
     MAX_ADJUSTMENTS,
     ROW_AUX,
     ROW_FIELDS,
+    ROW_LANE,
     ROW_POSITION,
     ROW_SLOT,
     SLOT_PARAM_WORDS,
@@ -23,6 +24,7 @@ from depthbatch.common.frames import (
     PrefillFrame,
     SlotParamRows,
     Stage,
+    lane_of,
     slot_param_rows,
     split_prefill_frame,
 )
@@ -32,6 +34,7 @@ _STAGES = frozenset(stage.value for stage in Stage)
 _VARIANTS = sum(Variant)
 _NONE = np.empty(0, np.int32)
 _NO_SLOT_PARAMS = np.empty(0, SLOT_PARAMS)
+MOST_DRAFT_ROWS = 512  # of one decode stage, drafts included, unless there are more slots
 EXACT_ROWS = 128  # beyond, a step of 8 is at most 6 % of padding
 
 
@@ -50,6 +53,11 @@ def uncaptured_sizes(max_rows: int) -> tuple[int, ...]:
     return (*range(1, min(max_rows, EXACT_ROWS + 1)), *range(EXACT_ROWS + 8, max_rows, 8), max_rows)
 
 
+def most_rows(width: int, lanes: int) -> int:
+    """Rows of the largest decode batch: every lane of ``width`` slots, as far as captured stages stay few."""
+    return min(lanes * width, max(width, MOST_DRAFT_ROWS))
+
+
 class StageError(Exception):
     """A stage that cannot be run as sent."""
 
@@ -64,6 +72,7 @@ class StageLimits(NamedTuple):
     r_max: int
     vocab_size: int
     buckets: tuple[int, ...]  # ascending row counts of decode stages
+    lanes: int = 1  # of each slot
 
 
 class StageInput(NamedTuple):
@@ -151,13 +160,20 @@ def _decode(header: StageBatch, frame: Int32Array, params: SlotParamRows, limits
     _require(frame.size == ROW_FIELDS * bucket, header, f"frame has {frame.size} int32, not {ROW_FIELDS} * {bucket}")
     table = frame.reshape(ROW_FIELDS, bucket)
     slots, positions = table[ROW_SLOT, :rows], table[ROW_POSITION, :rows]
-    _check_slots(header, slots, limits)
+    _require(_within(slots, 1, limits.num_slots), header, "slot out of range")
     _require(not table[:, rows:].any(), header, "padding rows are not zero")
     _require(_within(positions, 0, limits.max_positions - 1), header, "position out of range")
+    lanes = lane_of(slots, positions, limits.num_slots, limits.lanes)
+    _require(
+        np.unique(lanes).size == rows, header, "a slot is there twice" if limits.lanes == 1 else "a lane is there twice"
+    )
+    _require(np.array_equal(table[ROW_LANE, :rows], lanes), header, "a lane is not that of its slot and position")
     if stage is Stage.PRELUDE:
         _require(_within(table[ROW_AUX], 0, limits.num_blocks - 1), header, "block out of range")
     else:
-        _require(_within(table[ROW_AUX, :rows], 1, limits.r_max), header, "loop out of range")
+        fewest = -limits.r_max if stage is Stage.CODA and limits.lanes > 1 else 1
+        loops = table[ROW_AUX, :rows]
+        _require(_within(loops, fewest, limits.r_max) and bool(loops.all()), header, "loop out of range")
     given = slots if stage is Stage.CODA else _NONE
     return StageInput(header.step_id, stage, Variant(header.variant), bucket, frame, slots, positions, given, params)
 
@@ -170,7 +186,8 @@ def _prefill(header: StageBatch, frame: Int32Array, params: SlotParamRows, limit
     except ValueError as error:
         raise StageError(f"stage {header.step_id} (prefill): {error}") from None
     ends = chunks.starts + chunks.lengths
-    _check_slots(header, chunks.slots, limits)
+    _require(_within(chunks.slots, 1, limits.num_slots), header, "slot out of range")
+    _require(np.unique(chunks.slots).size == chunks.slots.size, header, "a slot is there twice")
     _require(_within(chunks.lengths, 1, limits.max_positions), header, "chunk without tokens")
     _require(int(chunks.lengths.sum()) == header.n_tokens, header, "lengths do not add up to the tokens")
     _require(_within(chunks.starts, 0, limits.max_positions), header, "start out of range")
@@ -228,8 +245,3 @@ def _check_extra(stage: StageInput, header: StageBatch, limits: StageLimits) -> 
     _require(bool(np.isin(slots, free).all()), header, "forced token of a slot that is not in it, or is sampled")
     _require(np.unique(slots).size == slots.size, header, "two forced tokens of a slot")
     _require(_within(tokens, 0, limits.vocab_size - 1), header, "forced token out of range")
-
-
-def _check_slots(header: StageBatch, slots: Int32Array, limits: StageLimits) -> None:
-    _require(_within(slots, 1, limits.num_slots), header, "slot out of range")
-    _require(np.unique(slots).size == slots.size, header, "a slot is there twice")

@@ -12,6 +12,7 @@ from torch import Tensor
 from depthbatch.common.frames import (
     ROW_AUX,
     ROW_FIELDS,
+    ROW_LANE,
     ROW_POSITION,
     ROW_SLOT,
     TARGET_FIELDS,
@@ -32,7 +33,7 @@ from depthbatch.worker.sampling.logprobs import num_likeliest
 class DecodeBuffers:
     """Static tensors of one decode stage at one bucket, so that a captured graph can own them.
 
-    ``frame`` is the stage's input exactly as it travels; slots, positions and aux are its rows.
+    ``frame`` is the stage's input exactly as it travels; slots, positions, aux and lanes are its rows.
     """
 
     def __init__(self, bucket: int, device: torch.device, logprob_columns: int = 0) -> None:
@@ -56,11 +57,16 @@ class DecodeBuffers:
 
     @property
     def aux(self) -> Tensor:
-        """int32 [bucket]: new block (prelude), loop (core) or exit loop (coda)."""
+        """int32 [bucket]: new block (prelude), loop (core) or exit loop (coda; below 0: a draft is read)."""
         return self.frame[ROW_AUX]
 
+    @property
+    def lanes(self) -> Tensor:
+        """int32 [bucket]"""
+        return self.frame[ROW_LANE]
+
     def fill(self, frame: Int32Array) -> None:
-        """Takes a frame, int32 [3 * bucket]; on another device than the CPU the copy is waited for."""
+        """Takes a frame, int32 [4 * bucket]; on another device than the CPU the copy is waited for."""
         rows = frame.reshape(ROW_FIELDS, self.bucket)
         if self.frame.is_cpu:
             self.frame.numpy()[...] = rows

@@ -151,42 +151,43 @@ class Stages:
         slots, positions = buffers.slots.long(), buffers.positions
         columns = torch.div(positions, self.backend.geometry.block_size, rounding_mode="floor").long()
         self.slots.put_blocks(slots, columns, buffers.aux)
-        self.slots.survival.index_fill_(0, slots, 1.0)
-        self.slots.cumulated.index_fill_(0, slots, 0.0)
+        lanes = buffers.lanes.long()
+        self.slots.survival.index_fill_(0, lanes, 1.0)
+        self.slots.cumulated.index_fill_(0, lanes, 0.0)
         params = self.slots.gather_params(slots)
-        token_ids = self.slots.token.index_select(0, slots)
+        token_ids = self.slots.token.index_select(0, lanes)
         item = self.model.prelude(token_ids, positions, params.state_seed, self.attention(buffers))
-        self.slots.scatter_item(slots, item)
+        self.slots.scatter_item(lanes, item)
         if Variant.GATES in variant:
             buffers.values.copy_(self.model.preloop_depth(item, params.exit_threshold))
 
     def core(self, buffers: DecodeBuffers, variant: Variant) -> None:
         """One loop of every row, at the loop the row says; with GATES the values say whose gate fired."""
-        slots, loops = buffers.slots.long(), buffers.aux
+        lanes, loops = buffers.lanes.long(), buffers.aux
         planes_of(self.layout, loops, self.r_max, out=buffers.planes)
-        before = self.slots.gather_item(slots)
+        before = self.slots.gather_item(lanes)
         after = self.model.core(before, buffers.positions, loops, self.attention(buffers))
-        self.slots.scatter_item(slots, after)
+        self.slots.scatter_item(lanes, after)
         if Variant.GATES not in variant:
             return
-        params = self.slots.gather_params(slots)
+        params = self.slots.gather_params(buffers.slots.long())
         survival, cumulated = self.slots.survival, self.slots.cumulated
-        hazard = Hazard(survival.index_select(0, slots), cumulated.index_select(0, slots))
+        hazard = Hazard(survival.index_select(0, lanes), cumulated.index_select(0, lanes))
         step = gate_step(self.model, params.gate, params.exit_threshold, loops, hazard, before, after)
-        survival.index_copy_(0, slots, step.hazard.survival)
-        cumulated.index_copy_(0, slots, step.hazard.cumulated)
+        survival.index_copy_(0, lanes, step.hazard.survival)
+        cumulated.index_copy_(0, lanes, step.hazard.cumulated)
         buffers.values.copy_(step.fired)
 
     def coda(self, buffers: DecodeBuffers, variant: Variant) -> None:
         """Ends the token of every row: fills the planes it did not reach, samples its successor into ``token[slot]``."""
-        slots, positions = buffers.slots.long(), buffers.positions
+        slots, lanes, positions = buffers.slots.long(), buffers.lanes.long(), buffers.positions
         if self._fills:
             fill = fill_of(self.layout, buffers.aux, self.r_max)
             table = self.slots.block_table
             self.backend.copy_planes(buffers.slots, positions, fill.source, fill.first, fill.end, table)
-        item = self.slots.gather_item(slots)
+        item = self.slots.gather_item(lanes)
         hidden = self.model.coda(item, positions, self.attention(buffers))
-        sampled = self._next_tokens(hidden, slots, positions + 1, variant)
+        sampled = self._next_tokens(hidden, slots, self.slots.next_lanes(lanes), positions + 1, variant)
         buffers.values.copy_(sampled.tokens)
         if Variant.LOGPROBS in variant:
             buffers.logprobs.copy_(sampled.logprobs)
@@ -209,7 +210,11 @@ class Stages:
             is_output = rows.positions >= params.first_output
             self.slots.shaping.note_prompt(chunks.slots.long(), chunks.starts, token_slots, chunks.token_ids, is_output)
         if chunks.forced is not None:
-            self._take_forced(chunks.forced, Variant.LOGITS in variant)
+            slots = chunks.forced[:, 0].long()
+            ends = torch.zeros_like(self.slots.params[:, 0])
+            ends.index_copy_(0, chunks.slots.long(), chunks.starts + chunks.lengths)
+            lanes = self.slots.lanes_at(slots, ends.index_select(0, slots))
+            self._take_forced(chunks.forced, lanes, Variant.LOGITS in variant)
         item = self.model.prelude(chunks.token_ids, rows.positions, seeds, context(self.backend, rows))
         for loop in range(1, self.r_max + 1):
             rows_of_loop = rows._replace(plane=self.layout.plane(loop))
@@ -242,16 +247,19 @@ class Stages:
         return tuple(torch.where(left.unsqueeze(1), old, new) for old, new in zip(item, after, strict=True))
 
     def force_tokens(self, forced: Tensor) -> None:
-        """Slots go on with forced tokens instead of those they were given: int32 [n, 2] (common.frames)."""
+        """Slots go on with forced tokens instead of those they were given: int32 [n, 2] (common.frames).
+
+        Only layouts whose loops share a plane need this (scheduler/rebuild.py), and these have one lane a slot.
+        """
         slots = forced[:, 0].long()
         self.slots.shaping.note_output(slots, self.slots.token.index_select(0, slots), -1)
-        self._take_forced(forced, True)
+        self._take_forced(forced, slots, True)
 
-    def _take_forced(self, forced: Tensor, counted: bool) -> None:
+    def _take_forced(self, forced: Tensor, lanes: Tensor, counted: bool) -> None:
         slots, tokens = forced[:, 0].long(), forced[:, 1]
         if counted:
             self.slots.shaping.note_output(slots, tokens)
-        self.slots.token.index_copy_(0, slots, tokens)
+        self.slots.token.index_copy_(0, lanes, tokens)
 
     def _first_tokens(self, chunks: PrefillInput, hidden: Tensor, variant: Variant) -> Sampled:
         """Tokens after the chunks that end their prompts, from hidden [N, D]: logits at those last positions only."""
@@ -260,10 +268,14 @@ class Stages:
         sampled = chunks.sampled.long()
         last = chunks.lengths.cumsum(0)[sampled] - 1
         slots, positions = chunks.slots[sampled].long(), (chunks.starts + chunks.lengths)[sampled]
-        return self._next_tokens(hidden.index_select(0, last), slots, positions, variant)
+        lanes = self.slots.lanes_at(slots, positions)
+        return self._next_tokens(hidden.index_select(0, last), slots, lanes, positions, variant)
 
-    def _next_tokens(self, hidden: Tensor, slots: Tensor, positions: Tensor, variant: Variant) -> Sampled:
-        """Chooses the tokens of ``positions`` int32 [N] from hidden [N, D] and puts them into ``token[slot]``."""
+    def _next_tokens(
+        self, hidden: Tensor, slots: Tensor, lanes: Tensor, positions: Tensor, variant: Variant
+    ) -> Sampled:
+        """Chooses the tokens of ``positions`` int32 [N] from hidden [N, D] and puts them into ``token[lane]``, where the
+        preludes of those positions find them."""
         logits = self.model.logits(hidden)
         params, shaping = self.slots.gather_params(slots), self.slots.shaping
         shaped = shaping.apply(logits, slots, params, positions) if Variant.LOGITS in variant else logits
@@ -275,7 +287,7 @@ class Stages:
             tokens = greedy_tokens(shaped)
         if Variant.LOGITS in variant:
             shaping.note_output(slots, tokens)
-        self.slots.token.index_copy_(0, slots, tokens)
+        self.slots.token.index_copy_(0, lanes, tokens)
         return Sampled(
             tokens, logprob_rows(logits, tokens) if Variant.LOGPROBS in variant else self._no_logprobs(hidden)
         )

@@ -1,0 +1,349 @@
+"""Speculation by depth: successive tokens of a sequence on their way at once, each in a lane of its own (docs/speculation.md).
+
+A *chain* is a sequence's tokens at positions base .. tail. The input of its first token is certain. The input of any
+other is a *guess* until the token before it is known::
+
+    position     base        base + 1     ..    tail
+    input        certain     guess              guess        right as soon as the one ahead says the same token
+    loops run    4           3                  1            never ahead of the token before it
+
+A lane without a successor may be read for a *draft* after some loops: the token that its present state would give, with
+the random number that its final readout will use. The draft starts the next position. Every lane is read for good once,
+at its exit. What a lane has said becomes a token of the sequence when its input is certain (``_commit``); if the next
+lane was started with another token, it and all behind it are dropped, and the position starts anew from the token that
+the final readout has left on the device.
+
+What keeps the output what it would be without drafts (each rule has a test that fails without it):
+
+* A lane runs loop r + 1 only if the lane ahead has run it, or has exited and its planes are filled: else it is BLOCKED
+  (``block``). A coda fills the planes of the rows it reads for good, and of those that are HELD.
+* Where coda has layers, a lane is read for good in a later coda than the one ahead: the K/V of these layers must be
+  final for all earlier positions. Until then it is HELD.
+* A chain never spans more than L positions, counted from the oldest token that is not known, so that no draft takes the
+  lane in which a final readout has left its token.
+* Late results of a lane that was dropped are void: its epoch has passed.
+* Requests whose tokens depend on more than logits, seed and position (penalties, bias, grammars) have no drafts.
+
+Drafts take what is left: rows up to the largest bucket, blocks that nobody waits for. A draft never preempts anything.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from depthbatch.common.frames import Int32Array, lane_of
+from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
+from depthbatch.scheduler.requests import Request
+from depthbatch.scheduler.rows import (
+    BLOCKED,
+    DECODE,
+    EXITED,
+    FREE,
+    HELD,
+    PREFILLING,
+    READ,
+    READY,
+    RowState,
+    SlotArray,
+)
+
+_UNKNOWN = -1  # a token that no result has brought yet
+_NO_LANES = np.zeros(0, np.intp)
+
+
+class Committed(NamedTuple):
+    """A token that has become certain."""
+
+    request: Request
+    token: int
+    depth: int
+    logprobs: bytes
+
+
+@dataclass(slots=True, eq=False)
+class CodaRows:
+    """What a coda reads, beyond the rows whose token and successor are certain. All [rows]."""
+
+    index: SlotArray  # in the batch
+    lanes: SlotArray
+    epochs: SlotArray
+    final: npt.NDArray[np.bool_]  # read for good, token and successor apart: its token is noted until it is certain
+    successors: SlotArray  # lane that was started from this readout, 0 = none
+    successor_epochs: SlotArray
+
+
+class Chains:
+    """The chains of all sequences: arrays by lane beside those of RowState, and by slot."""
+
+    def __init__(self, config: SchedulerConfig, rows: RowState) -> None:
+        self._rows = rows
+        self._most_rows = config.buckets[-1]
+        self._ordered = config.coda_layers > 0
+        self._block_size = config.block_size
+        size, width = rows.phase.size, rows.width
+        lanes = np.arange(size)
+        self._ahead = np.where(lanes > width, lanes - width, lanes + size - 1 - width)  # lane of the position before
+        self._ahead[0] = 0
+        self.guess = np.zeros(size, np.bool_)  # the input is not certain
+        self._follows = np.zeros(size, np.bool_)  # the position before is on its way, too
+        self._filled = np.zeros(size, np.bool_)  # every plane of its K/V is written
+        self._input = np.full(size, _UNKNOWN, np.int64)
+        self._said = np.full(size, _UNKNOWN, np.int64)  # by its final readout
+        self._draft_depth = np.zeros(size, np.int32)  # loops after which its input was read; 0: a final readout
+        self._logprobs: dict[int, bytes] = {}
+        self._base = np.zeros(width + 1, np.int64)  # position of the oldest token that is not known
+        self._tail = np.zeros(width + 1, np.int64)
+        self._drafts = np.zeros(width + 1, np.bool_)  # the request may have drafts
+        self.chained = 0  # lanes that follow another
+        self.started = np.zeros(config.r_max + 1, np.int64)  # drafts by the loops they were read after
+        self.right = np.zeros(config.r_max + 1, np.int64)
+        self.wrong = np.zeros(config.r_max + 1, np.int64)
+
+    # --- a sequence comes and goes
+
+    def begin(self, request: Request) -> None:
+        """Its prompt is prefilled: the chain is the token that decode goes on with."""
+        slot = request.slot
+        self._base[slot] = self._tail[slot] = request.computed
+        self._drafts[slot] = request.may_have_drafts
+        self._start(np.array([self._rows.lane(slot, request.computed)]), False, 0)
+
+    def end(self, slot: int) -> None:
+        """The sequence leaves, before RowState releases its rows. A certain token that was read and is not known yet
+        will not be known: whoever goes on with the request samples it again."""
+        rows = self._rows
+        self._drafts[slot] = False
+        of_slot = rows.of_slot(slot)
+        request = rows.request[slot]
+        assert request is not None
+        request.dispatched -= int(np.count_nonzero((rows.phase[of_slot] == READ) & ~self.guess[of_slot]))
+        self.chained -= int(np.count_nonzero(self._follows[of_slot]))
+        self._follows[of_slot] = self.guess[of_slot] = False
+
+    # --- what may be read
+
+    def tails(self, limit: DraftLimit | None) -> SlotArray:
+        """Lanes that may be read for a draft now, oldest request first."""
+        rows = self._rows
+        if limit is None or not limit.lanes:
+            return _NO_LANES
+        slots = np.flatnonzero(self._drafts)
+        tail = self._tail[slots]
+        lanes: SlotArray = lane_of(slots, tail, rows.width, rows.lanes)
+        phase = rows.phase.take(lanes)
+        may = ((phase == READY) | (phase == BLOCKED) | (phase == HELD)) & (rows.loop.take(lanes) >= limit.depth)
+        may &= (tail - self._base[slots] < min(limit.lanes, rows.lanes - 1)) & (tail < rows.last_position.take(lanes))
+        lanes = lanes[may]
+        drafts = rows.phase.size - 1 - rows.count[FREE] - rows.sequences
+        room = self._most_rows - rows.width - drafts  # every slot may need a row
+        if lanes.size > room:
+            lanes = lanes[np.argsort(rows.order[lanes], kind="stable")[: max(room, 0)]]
+        return lanes
+
+    def within_blocks(self, lanes: SlotArray, free: int) -> SlotArray:
+        """Of these tails those whose successor has a block, or gets one of the ``free`` ones."""
+        rows = self._rows
+        need = rows.position.take(lanes) + 1 >= rows.num_blocks[rows.slot.take(lanes)] * self._block_size
+        return lanes[~need | (need.cumsum() <= free)]
+
+    def unfilled(self) -> SlotArray:
+        """Lanes that are HELD, with planes to fill."""
+        held = self._rows.in_phase(HELD) if self._rows.count[HELD] else _NO_LANES
+        return held[~self._filled[held]]
+
+    def holds(self, request: Request) -> bool:
+        """Self-check of an active sequence: while it decodes, its rows are its chain and nothing else."""
+        rows, slot = self._rows, request.slot
+        if (rows.phase[rows.of_slot(slot)] == PREFILLING).any():
+            return True
+        base, tail = int(self._base[slot]), int(self._tail[slot])
+        chain = [rows.lane(slot, position) for position in range(base, tail + 1)]
+        taken = {lane for lane in range(slot, rows.phase.size, rows.width) if rows.phase[lane] != FREE}
+        fits = len(chain) <= rows.lanes and set(chain) == taken and not self.guess[chain[0]]
+        fits = fits and rows.position[chain].tolist() == list(range(base, tail + 1))
+        return fits and self._follows[chain].tolist() == [False] + [True] * (len(chain) - 1)
+
+    # --- rows advance
+
+    def hold(self, exited: SlotArray) -> None:
+        """Rows that have just exited and come behind one that is not read yet wait for it, where order matters."""
+        if not (self._ordered and self.chained and exited.size):
+            return
+        rows = self._rows
+        behind = exited[self._follows[exited] & (rows.phase[self._ahead[exited]] != READ)]
+        rows.move(behind, EXITED, HELD)
+
+    def block(self, lanes: SlotArray) -> None:
+        """After a core step of ``lanes``: those that have caught up with an exited row wait until its planes are filled."""
+        if not self.chained:
+            return
+        rows = self._rows
+        lanes = lanes[self._follows[lanes] & (rows.phase[lanes] == READY)]
+        ahead = self._ahead[lanes]
+        out = (rows.phase[ahead] == EXITED) | (rows.phase[ahead] == HELD)
+        out &= ~self._filled[ahead] & (rows.loop[ahead] <= rows.loop[lanes])
+        rows.move(lanes[out], READY, BLOCKED)
+
+    def begin_coda(self, finals: SlotArray, extra: SlotArray) -> tuple[SlotArray, CodaRows]:
+        """Dispatch of a coda that reads ``finals``, all of Q_C, for good, and ``extra`` for drafts or to be filled.
+
+        Returns the finals that are as without speculation (input certain, no successor on its way), which RowState
+        advances, and the record of all others.
+        """
+        rows = self._rows
+        has_next = self._tail[rows.slot[finals]] > rows.position[finals]
+        apart = self.guess[finals] | has_next
+        index = np.concatenate([np.flatnonzero(apart), finals.size + np.arange(extra.size)])
+        plain, finals = finals[~apart], finals[apart]
+        rows.move(finals, EXITED, READ)
+        for lane in finals[~self.guess[finals]].tolist():
+            self._dispatch_certain(lane)
+        self._fill(np.concatenate([plain, finals, extra[rows.phase[extra] == HELD]]))
+        read = np.concatenate([finals, extra])
+        final = np.arange(read.size) < finals.size
+        successors = self._succeed(read, final)
+        record = CodaRows(index, read, rows.epoch[read], final, successors, rows.epoch[successors])
+        if plain.size:  # RowState carries their successors
+            slots, positions = rows.slot[plain], rows.position[plain] + 1
+            self._base[slots] = self._tail[slots] = positions
+            self._start(lane_of(slots, positions, rows.width, rows.lanes), False, 0)
+        if self._ordered:
+            self._release_held(finals)
+        return plain, record
+
+    def drop_unfed(self) -> int:
+        """Drafts that wait for prelude and lack a block give up their row; how many."""
+        rows = self._rows
+        waiting = rows.in_phase(DECODE)
+        waiting = waiting[self.guess[waiting]]
+        missing = waiting[rows.position[waiting] >= rows.num_blocks[rows.slot[waiting]] * self._block_size]
+        for lane in missing.tolist():
+            self._cut(lane)
+        return missing.size
+
+    # --- results
+
+    def take(self, record: CodaRows, tokens: npt.NDArray[np.int32], logprobs: list[bytes]) -> list[Committed]:
+        """What a coda has said; returns the tokens that are certain now, in order. ``tokens`` of the whole
+        batch, as is ``logprobs`` where there are any."""
+        rows, out = self._rows, []
+        current = rows.epoch[record.lanes] == record.epochs
+        heirs = current & (record.successors > 0)
+        heirs &= rows.epoch[record.successors] == record.successor_epochs
+        self._input[record.successors[heirs]] = tokens[record.index[heirs]]
+        for index in np.flatnonzero(current & record.final).tolist():
+            lane = int(record.lanes[index])
+            if rows.epoch[lane] != record.epochs[index]:
+                continue  # a token of this very result has dropped it
+            self._said[lane] = tokens[record.index[index]]
+            if logprobs:
+                self._logprobs[lane] = logprobs[record.index[index]]
+            out += self._commit(int(rows.slot[lane]))
+        return out
+
+    def _commit(self, slot: int) -> list[Committed]:
+        """Tokens of a sequence that are certain now: of a row whose input is, as far as it has said one."""
+        rows, out = self._rows, []
+        request = rows.request[slot]
+        while request is not None:
+            lane = rows.lane(slot, int(self._base[slot]))
+            if rows.phase[lane] != READ or self.guess[lane] or self._said[lane] == _UNKNOWN:
+                break
+            token, depth = int(self._said[lane]), int(rows.loop[lane])
+            out.append(Committed(request, token, depth, self._logprobs.pop(lane, b"")))
+            if token in request.stop_ids or rows.position[lane] >= rows.last_position[lane]:
+                self._said[lane] = _UNKNOWN
+                break  # whoever publishes it ends the request, and with it the chain
+            self._advance(slot, lane, token)
+        return out
+
+    def _advance(self, slot: int, lane: int, token: int) -> None:
+        """The oldest row is done: the next one is certain, or wrong, or has to be started."""
+        rows = self._rows
+        position = int(rows.position[lane]) + 1
+        following = rows.lane(slot, position)
+        there = self._tail[slot] >= position
+        rows.drop(lane)
+        self._base[slot] = position
+        if there:
+            depth, was_right = int(self._draft_depth[following]), self._input[following] == token
+            if depth:
+                (self.right if was_right else self.wrong)[depth] += 1
+                request = rows.request[slot]
+                assert request is not None
+                request.accepted_drafts += bool(was_right)
+                request.rejected_drafts += not was_right
+            if was_right:
+                self._detach(following)
+                self.guess[following] = False
+                if rows.phase[following] == READ:
+                    self._dispatch_certain(following)
+                return
+            self._cut(following)
+        self._tail[slot] = position
+        lanes = np.array([following])
+        rows.carry(lanes, position)
+        self._start(lanes, False, 0)
+
+    # --- lanes
+
+    def _succeed(self, read: SlotArray, final: npt.NDArray[np.bool_]) -> SlotArray:
+        """Starts the next position from each readout that may have one; their lanes [rows], 0 = none."""
+        rows = self._rows
+        slots, positions = rows.slot[read], rows.position[read] + 1
+        may = (self._tail[slots] < positions) & (positions <= rows.last_position[read]) & self._drafts[slots]
+        may &= positions - self._base[slots] < rows.lanes
+        successors = np.where(may, lane_of(slots, positions, rows.width, rows.lanes), 0)
+        started, drafts = successors[may], may & ~final
+        rows.carry(started, positions[may])
+        self._tail[slots[may]] = positions[may]
+        self._start(started, True, np.where(final, 0, rows.loop[read])[may])
+        self._follows[started] = True
+        self.chained += started.size
+        self.started += np.bincount(rows.loop[read[drafts]], minlength=self.started.size)
+        return successors
+
+    def _start(self, lanes: SlotArray, guess: bool, draft_depth: Int32Array | int) -> None:
+        self.guess[lanes] = guess
+        self._filled[lanes] = False
+        self._input[lanes] = self._said[lanes] = _UNKNOWN
+        self._draft_depth[lanes] = draft_depth
+
+    def _fill(self, lanes: SlotArray) -> None:
+        """Their planes are filled by the coda that is dispatched: rows that wait for that go on."""
+        rows = self._rows
+        self._filled[lanes] = True
+        if rows.count[BLOCKED]:
+            blocked = rows.in_phase(BLOCKED)
+            rows.move(blocked[self._filled[self._ahead[blocked]]], BLOCKED, READY)
+
+    def _release_held(self, finals: SlotArray) -> None:
+        rows = self._rows
+        if rows.count[HELD] and finals.size:
+            held = rows.in_phase(HELD)
+            rows.move(held[np.isin(self._ahead[held], finals)], HELD, EXITED)
+
+    def _dispatch_certain(self, lane: int) -> None:
+        """A certain row's final readout is on its way."""
+        request = self._rows.request[self._rows.slot[lane]]
+        assert request is not None
+        request.dispatched += 1
+
+    def _detach(self, lane: int) -> None:
+        if self._follows[lane]:
+            self._follows[lane] = False
+            self.chained -= 1
+
+    def _cut(self, lane: int) -> None:
+        """Drops a row and all that follow it."""
+        rows = self._rows
+        slot, first = int(rows.slot[lane]), int(rows.position[lane])
+        for position in range(first, int(self._tail[slot]) + 1):
+            each = rows.lane(slot, position)
+            self._detach(each)
+            self.guess[each] = False
+            self._logprobs.pop(each, None)
+            rows.drop(each)
+        self._tail[slot] = first - 1
