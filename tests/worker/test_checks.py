@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from depthbatch.common.frames import MAX_ADJUSTMENTS, SLOT_PARAM_WORDS, Int32Array, Stage
-from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra
+from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra, Variant
 from depthbatch.worker.runner.stage_input import StageError, StageLimits, parse_stage
 
 LIMITS = StageLimits(
@@ -111,12 +111,24 @@ def test_bad_prefills(index: int, value: int, what: str) -> None:
         lambda h: msgspec.structs.replace(h, rows=0),
         lambda h: msgspec.structs.replace(h, rows=5),
         lambda h: msgspec.structs.replace(h, n_slot_params=1),
+        lambda h: msgspec.structs.replace(h, variant=Variant(64)),
+        lambda h: msgspec.structs.replace(h, variant=Variant.FILTER),
     ],
 )
 def test_bad_headers(change: Callable[[StageBatch], StageBatch]) -> None:
     header, frame = decode(Stage.CORE, (1, 1, 1))
     with pytest.raises(StageError):
         parse_stage(change(header), frame, None, LIMITS)
+
+
+def test_counts_that_cancel_are_refused() -> None:
+    """The frame is as long as its counts say, but a negative number of updates would stand in for three tokens."""
+    header, frame = prefill()
+    header, frame = msgspec.structs.replace(header, n_tokens=8, n_updates=-1), frame[:13].copy()
+    frame[4:6] = 4, 4
+    frame[8:] = 0
+    with pytest.raises(StageError, match="negative number of updates"):
+        parse_stage(header, frame, None, LIMITS._replace(max_positions=99))
 
 
 def test_slot_parameters_must_fit() -> None:
