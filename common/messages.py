@@ -108,6 +108,7 @@ class Submit(Message, frozen=True):
     generated_depths: bytes = b""  # uint8, their exit depths
     prompt_logprobs_sent: int = 0  # rows of prompt logprobs that were delivered, likewise
     cuts: bytes = b""  # int32 tokens of each chunk of the prompt's prefill, where a TokenEvent has told
+    client: int = 0  # whose it is: among requests of equal priority clients take turns
 
 
 class SubmitAll(Message, frozen=True):

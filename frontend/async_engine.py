@@ -235,24 +235,25 @@ class AsyncEngine:
                     yield delta
 
     async def generate_all(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None = None
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None = None, client: int = 0
     ) -> AsyncGenerator[list[IndexedDelta], None]:
         """Requests (token ids and parameters) that are submitted together under one name: what has come for them, each
-        time there is something, at most one delta a request. Otherwise like ``generate``; an error of one ends all."""
+        time there is something, at most one delta a request. Otherwise like ``generate``; an error of one ends all.
+        ``client``: a number of whoever asks; where requests wait, clients take turns."""
         for token_ids, params in requests:
             check_stop(params, self.tokenizer)
             await self._prove_grammar(token_ids, params)
-        with self._submitted(requests, request_id) as mailbox:
+        with self._submitted(requests, request_id, client) as mailbox:
             while mailbox.places:
                 if deltas := await mailbox.take():
                     yield deltas
 
     @contextlib.contextmanager
     def _submitted(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None, client: int = 0
     ) -> Iterator[Mailbox]:
         """Submits; whatever still runs at the end is aborted. Raises like EngineClient.submit_all."""
-        internal_ids = self._client.submit_all(requests)
+        internal_ids = self._client.submit_all(requests, client)
         self._after_send()
         mailbox = Mailbox(str(internal_ids[0]) if request_id is None else request_id, self._leave)
         deadlines = []

@@ -110,16 +110,16 @@ class EngineClient:
 
     # --- requests
 
-    def submit_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[int]:
+    def submit_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]], client: int = 0) -> list[int]:
         """Accepts requests, token ids and parameters each, in one message: all are queued before the scheduler chooses a
-        stage. Returns their ids, which are ours and never used twice.
+        stage. Returns their ids, which are ours and never used twice. ``client``: whose they are; clients take turns.
 
         Raises RequestError for what this engine cannot serve, EngineDeadError when there is none, with none of them
         accepted. A refusal by the scheduler (too few KV blocks) comes as news of it.
         """
         resolved = [self.check(*request, ordinal) for ordinal, request in enumerate(requests, self._requests.next_id)]
         request_ids = [
-            self._requests.add(prompt_ids, own, params.timeout_s)
+            self._requests.add(prompt_ids, own, params.timeout_s, client)
             for (prompt_ids, params), own in zip(requests, resolved, strict=True)
         ]
         if self._ready and request_ids:

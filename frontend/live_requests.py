@@ -24,6 +24,7 @@ class LiveRequest:
 
     prompt: bytes  # int32
     params: RequestParams
+    client: int = 0
     generated: "array[int]" = field(default_factory=lambda: array("i"))
     depths: bytearray = field(default_factory=bytearray)  # exit depth of each of them
     cuts: bytes = b""  # int32, where the prompt was cut, if that matters
@@ -42,11 +43,11 @@ class LiveRequests:
     def __bool__(self) -> bool:
         return bool(self._live)
 
-    def add(self, prompt_ids: Sequence[int], params: RequestParams, timeout_s: float | None) -> int:
+    def add(self, prompt_ids: Sequence[int], params: RequestParams, timeout_s: float | None, client: int = 0) -> int:
         """A request with parameters that were checked; returns its id."""
         request_id = self.next_id
         self.next_id += 1
-        self._live[request_id] = LiveRequest(np.asarray(prompt_ids, dtype=np.int32).tobytes(), params)
+        self._live[request_id] = LiveRequest(np.asarray(prompt_ids, dtype=np.int32).tobytes(), params, client)
         if timeout_s is not None:
             heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request_id))
         return request_id
@@ -59,7 +60,8 @@ class LiveRequests:
         """The message that begins it, or goes on with it after the tokens that have come."""
         live = self._live[request_id]
         generated, depths = live.generated.tobytes(), bytes(live.depths)
-        return Submit(request_id, live.prompt, live.params, generated, depths, live.prompt_logprobs_sent, live.cuts)
+        resumed = (generated, depths, live.prompt_logprobs_sent, live.cuts)
+        return Submit(request_id, live.prompt, live.params, *resumed, live.client)
 
     def submit_all(self) -> SubmitAll:
         return SubmitAll(tuple(map(self.submit, self._live)))

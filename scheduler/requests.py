@@ -34,6 +34,7 @@ class Request:
     limit: int  # output tokens at most, max_model_len respected
     order: int  # smaller = served first: priority, then arrival
     stop_ids: frozenset[int]
+    client: int = 0  # where requests wait, clients take turns
     output: list[int] = field(default_factory=list)  # tokens known here
     depths: bytearray = field(default_factory=bytearray)  # the exit depth of each: that of the token before it, if fed
     forced_decode: bool = (
@@ -99,11 +100,15 @@ class PrefillLimit(NamedTuple):
     prompts: int  # that take a slot with it
 
 
+Lane = OrderedDict[int, OrderedDict[int, Request]]  # of one priority: clients in turn, and the requests of each
+
+
 class WaitingQueue:
-    """Priority first, then arrival, overdue requests last; every operation is independent of how many wait."""
+    """Priority first, overdue requests last; within a priority clients take turns, and each client's requests go in the
+    order of arrival. Every operation is independent of how many wait."""
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, OrderedDict[int, Request]] = {}
+        self._by_priority: dict[int, Lane] = {}
         self._priorities: list[int] = []  # descending
         self._size = 0
 
@@ -111,27 +116,34 @@ class WaitingQueue:
         return self._size
 
     def push(self, request: Request) -> None:
-        """To the tail of its priority."""
-        self._lane(request)[request.request_id] = request
+        """Behind what waits of its priority and client."""
+        own = self._lane(request).setdefault(request.client, OrderedDict())
+        own[request.request_id] = request
         self._size += 1
 
     def push_front(self, request: Request) -> None:
         """To the head of its priority: preempted requests keep their place."""
+        self.push(request)
         lane = self._lane(request)
-        lane[request.request_id] = request
-        lane.move_to_end(request.request_id, last=False)
-        self._size += 1
+        lane[request.client].move_to_end(request.request_id, last=False)
+        lane.move_to_end(request.client, last=False)
 
     def head(self) -> Request | None:
         if not self._size:
             return None
-        return next(iter(self._by_priority[self._priorities[0]].values()))
+        lane = self._by_priority[self._priorities[0]]
+        return next(iter(next(iter(lane.values())).values()))
 
     def remove(self, request: Request) -> None:
-        priority = self._rank(request)
+        """Takes it out. Of the client whose turn it was: then it is the next client's."""
+        priority, client = self._rank(request), request.client
         lane = self._by_priority[priority]
-        del lane[request.request_id]
+        del lane[client][request.request_id]
         self._size -= 1
+        if not lane[client]:
+            del lane[client]
+        elif next(iter(lane)) == client:
+            lane.move_to_end(client)
         if not lane:
             del self._by_priority[priority]
             self._priorities.remove(priority)
@@ -145,7 +157,7 @@ class WaitingQueue:
     def _rank(self, request: Request) -> int:
         return request.params.priority - (_BELOW_ALL if request.overdue else 0)
 
-    def _lane(self, request: Request) -> OrderedDict[int, Request]:
+    def _lane(self, request: Request) -> Lane:
         priority = self._rank(request)
         lane = self._by_priority.get(priority)
         if lane is None:

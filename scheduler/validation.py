@@ -33,6 +33,7 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
         params=params,
         gate=_gate_in_force(params, config, full_depth),
         limit=limit,
+        client=submit.client,
         order=(MAX_PRIORITY - params.priority) * (1 << 40) + arrival,
         stop_ids=frozenset(params.stop_token_ids),
         output=generated.tolist(),

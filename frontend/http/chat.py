@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from depthbatch.frontend.http.answers import EventStream, answer, documented
+from depthbatch.frontend.http.edge import client_of
 from depthbatch.frontend.http.errors import ApiError, bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
 from depthbatch.frontend.http.logprobs import ChatLogprobs
@@ -20,7 +21,7 @@ def routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation through the model's own chat template."""
         service.check(body)
-        call = Call(service, body, ChatSpelling(body, service))
+        call = Call(service, body, ChatSpelling(body, service), client_of(request))
         if body.stream:
             return EventStream(call.stream())
         return await answer(request, call.collect())

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from depthbatch.common.messages import FinishReason
 from depthbatch.frontend.http.answers import EventStream, answer, documented
+from depthbatch.frontend.http.edge import client_of
 from depthbatch.frontend.http.errors import bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
 from depthbatch.frontend.http.logprobs import CompletionLogprobs
@@ -24,7 +25,7 @@ def routes(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues a prompt, or each of several; JSON, or server-sent events with stream."""
         service.check(body)
-        call = Call(service, body, CompletionSpelling(body, service))
+        call = Call(service, body, CompletionSpelling(body, service), client_of(request))
         if body.stream:
             return EventStream(call.stream())
         return await answer(request, call.collect())

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections import deque
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthbatch.frontend.background import panics_as_errors
@@ -13,6 +14,15 @@ from depthbatch.frontend.http.errors import ApiError
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
 UNPACED_PATHS = OPEN_PATHS | {"/abort"}  # an abort makes room for those who wait
 STARTS_PER_TURN = 4  # a millisecond or two each
+
+
+CLIENT = "depthbatch.client"  # in the scope: the number of the API key, 0 where none is asked for
+
+
+def client_of(request: Request) -> int:
+    """Whose request it is."""
+    client: int = request.scope[CLIENT]
+    return client
 
 
 class BodyTooLarge(ApiError):
@@ -79,7 +89,8 @@ class Edge:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = self._refusal(scope["path"], headers)
+        scope[CLIENT] = self._client(headers.get(b"authorization", b""))
+        refusal = self._refusal(scope, headers)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
@@ -87,19 +98,21 @@ class Edge:
             await self._turnstile.enter()
         await self._bounded(scope, receive, send)
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        if self.api_keys and path not in OPEN_PATHS and not self._key_is_good(headers.get(b"authorization", b"")):
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        path = scope["path"]
+        if self.api_keys and path not in OPEN_PATHS and not scope[CLIENT]:
             return ApiError(401, "no valid API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             return BodyTooLarge(self.max_body_bytes)
         return None
 
-    def _key_is_good(self, authorization: bytes) -> bool:
+    def _client(self, authorization: bytes) -> int:
+        """The number of the key, from 1; 0 without a good one."""
         scheme, _, key = authorization.partition(b" ")
         # every key is compared, each in constant time: how long it takes says nothing
         matches = [hmac.compare_digest(key.strip(), known) for known in self.api_keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return 1 + matches.index(True) if scheme.lower() == b"bearer" and any(matches) else 0
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the body on and counts it: a chunked body does not say its length."""

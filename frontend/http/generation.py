@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -31,41 +32,51 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
     def generate_all(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str, client: int = 0
     ) -> AsyncGenerator[list[IndexedDelta], None]: ...
     async def abort(self, request_id: str) -> bool: ...
     async def abort_all(self) -> None: ...
 
 
 class RequestLimit:
-    """How many sequences may be in flight. After ``drain`` none is let in; ``idle`` is set when none is left."""
+    """How many sequences may be in flight, in all, of one client, and of one request. After ``drain`` none is let in;
+    ``idle`` is set when none is left."""
 
-    def __init__(self, limit: int, metrics: FrontendMetrics) -> None:
-        self.limit = limit
+    def __init__(self, config: HttpConfig, metrics: FrontendMetrics) -> None:
+        self.limit = config.max_requests
+        self.limit_per_client = config.places_per_key
+        self.limit_per_request = min(config.max_sequences, self.limit_per_client)
         self.in_flight = 0
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
+        self._of_client: Counter[int] = Counter()
         self._metrics = metrics
 
     @contextlib.contextmanager
-    def places(self, sequences: int) -> Iterator[None]:
+    def places(self, sequences: int, client: int) -> Iterator[None]:
         """Holds ``sequences`` places while the body runs; raises ApiError (503, or 400 if they could never fit)."""
-        if sequences > self.limit:
+        if sequences > self.limit_per_request:
             self._metrics.rejected("too_large")
-            raise bad_value("n", f"{sequences} sequences in one request; this server takes {self.limit}")
+            raise bad_value("n", f"{sequences} sequences in one request; this server takes {self.limit_per_request}")
         if self.draining:
             self._metrics.rejected("draining")
             raise overloaded("the server is shutting down", retry_after_s=5)
         if self.in_flight + sequences > self.limit:
             self._metrics.rejected("queue_full")
             raise overloaded(f"the queue is full: {self.in_flight} of {self.limit} places taken")
+        held = self._of_client[client]
+        if held + sequences > self.limit_per_client:
+            self._metrics.rejected("key_full")
+            raise overloaded(f"this API key has {held} of the {self.limit_per_client} places that one may have")
         self.in_flight += sequences
+        self._of_client[client] += sequences
         self.idle.clear()
         try:
             yield
         finally:
             self.in_flight -= sequences
+            self._of_client[client] -= sequences
             if self.in_flight == 0:
                 self.idle.set()
 
@@ -83,7 +94,7 @@ class Service:
         self.model_name = model_name
         self.started_s = int(time.time())
         self.metrics = FrontendMetrics(engine.info.r_max)
-        self.limit = RequestLimit(config.max_requests, self.metrics)
+        self.limit = RequestLimit(config, self.metrics)
 
     def check(self, body: GenerationFields) -> None:
         """Refuses what can be refused without tokens. Raises ApiError."""
@@ -189,7 +200,9 @@ class Tally:
 class Call:
     """One request of a generating endpoint."""
 
-    def __init__(self, service: Service, body: GenerationFields, spelling: Spelling) -> None:
+    def __init__(self, service: Service, body: GenerationFields, spelling: Spelling, client: int) -> None:
+        """``client``: the number of its API key."""
+        self._client = client
         self._service = service
         self._body = body
         self._spelling = spelling
@@ -241,13 +254,14 @@ class Call:
     async def _running(self) -> AsyncIterator[AsyncGenerator[list[IndexedDelta], None]]:
         """The engine's news of all choices; leaving aborts what still runs. Raises ApiError."""
         service = self._service
-        with service.limit.places(self._spelling.num_prompts * self._n), contextlib.ExitStack() as timers:
+        with service.limit.places(self._spelling.num_prompts * self._n, self._client), contextlib.ExitStack() as timers:
             try:
                 await self._prepare()
                 for choice in self._choices:
                     timers.enter_context(choice.timer)
                 requests = [(choice.prompt.ids, choice.params) for choice in self._choices]
-                async with contextlib.aclosing(service.engine.generate_all(requests, engine_name(self._id))) as batches:
+                news = service.engine.generate_all(requests, engine_name(self._id), self._client)
+                async with contextlib.aclosing(news) as batches:
                     yield batches
             except RequestError as error:
                 raise renamed(error, self._body) from None

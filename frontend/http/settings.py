@@ -24,6 +24,11 @@ class HttpConfig(Options, frozen=True):
     ] = None
     served_model_name: Annotated[str | None, option("name clients use (default: the MODEL argument)")] = None
     max_requests: Annotated[Natural, option("sequences waiting and running; more get 503 with Retry-After")] = 8192
+    max_requests_per_key: Annotated[
+        Natural | None,
+        option("of those, sequences of one API key (default: half of them where there are several keys, else all)"),
+    ] = None
+    max_sequences: Annotated[Natural, option("sequences of one request: its prompts, times n")] = 1024
     max_n: Annotated[Annotated[int, Meta(ge=1, le=128)], option("largest n")] = 16
     max_body_bytes: Annotated[Annotated[int, Meta(ge=1024)], option("largest request body")] = 16 << 20
     max_header_bytes: Annotated[
@@ -44,6 +49,13 @@ class HttpConfig(Options, frozen=True):
     @property
     def api_keys(self) -> tuple[bytes, ...]:
         return tuple(key.strip().encode() for key in (self.api_key or "").split(",") if key.strip())
+
+    @property
+    def places_per_key(self) -> int:
+        """How many of ``max_requests`` one API key may hold."""
+        if self.max_requests_per_key is not None:
+            return min(self.max_requests_per_key, self.max_requests)
+        return self.max_requests if len(self.api_keys) < 2 else max(1, self.max_requests // 2)
 
     @property
     def template_names(self) -> frozenset[str]:

@@ -94,6 +94,7 @@ class FakeEngine:
         self.running: set[FakeSequence] = set()
         self.known: set[FakeSequence] = set()
         self.tokens_made = 0
+        self.clients: list[int] = []  # of all requests, in the order they came
         self._slots = asyncio.Semaphore(slots)
         self._defaults = RequestDefaults(self.info, seed=0)
         self._grammars = GrammarChecker(demo_host)
@@ -109,9 +110,10 @@ class FakeEngine:
             sequence.aborted = True
 
     async def generate_all(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str
+        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str, client: int = 0
     ) -> AsyncGenerator[list[IndexedDelta], None]:
         """One task a sequence; their deltas as they come. Nothing starts unless every request is good."""
+        self.clients.append(client)
         sequences = [self._sequence(request_id, prompt, params) for prompt, params in requests]
         queue: asyncio.Queue[IndexedDelta | BaseException | None] = asyncio.Queue()
 

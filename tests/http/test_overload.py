@@ -30,14 +30,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class Background:
     """A streaming request in a thread; ``lines`` grows."""
 
-    def __init__(self, server: LiveServer, body: dict) -> None:
+    def __init__(self, server: LiveServer, body: dict, headers: dict[str, str] | None = None) -> None:
         self.lines: list[str] = []
         self.status: int | None = None
-        self._thread = threading.Thread(target=self._run, args=(server.url, body), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(server.url, body, headers), daemon=True)
         self._thread.start()
 
-    def _run(self, url: str, body: dict) -> None:
-        with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+    def _run(self, url: str, body: dict, headers: dict[str, str] | None) -> None:
+        whole = {**body, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=whole, headers=headers, timeout=60) as answer:
             self.status = answer.status_code
             self.lines += (line for line in answer.iter_lines() if line)
 
@@ -176,7 +177,7 @@ def test_keys(tokenizer: Tokenizer) -> None:
 
     from depthbatch.frontend.http.edge import Edge
 
-    assert "hmac.compare_digest" in inspect.getsource(Edge._key_is_good)
+    assert "hmac.compare_digest" in inspect.getsource(Edge._client)
     with LiveServer(tokenizer, api_key="first,second") as server, httpx.Client(base_url=server.url) as http:
         body = {"prompt": "x", "max_tokens": 1}
         for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}, {"authorization": "é"}):
@@ -286,3 +287,39 @@ def test_random_bytes_are_no_request(live: LiveServer, data: bytes) -> None:
         answer = connection.recv(4096)
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
     assert httpx.get(live.url + "/version").status_code == 200
+
+
+def test_one_key_cannot_take_all_places(tokenizer: Tokenizer) -> None:
+    """Bug: one client's requests held every place, and everybody else got 503. A key has its share, by default half where
+    there are several; others get in beside it, and its places come back. The engine is told whose each request is."""
+    keys = {"api_key": "first, second"}
+    assert HttpConfig(max_requests=6, **keys).places_per_key == 3 and HttpConfig(max_requests=6).places_per_key == 6
+    assert HttpConfig(max_requests=6, max_requests_per_key=9).places_per_key == 6
+    with LiveServer(
+        tokenizer, engine={"slots": 1, "step_s": 0.02}, max_requests=6, max_requests_per_key=2, **keys
+    ) as server:
+        url, one = server.url + "/v1/completions", {"prompt": "x", "max_tokens": 1}
+        first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+        running = [Background(server, LONG, first) for _ in range(2)]
+        wait_until(lambda: server.service.limit.in_flight == 2)
+        refused = httpx.post(url, json=one, headers=first, timeout=LIMIT_S)
+        assert refused.status_code == 503 and "2 of the 2 places" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert httpx.post(url, json=one, headers=second, timeout=60).status_code == 200
+        never = httpx.post(url, json={**one, "prompt": ["x"] * 3}, headers=second, timeout=LIMIT_S)
+        assert never.status_code == 400 and "this server takes 2" in never.json()["error"]["message"]
+        for request in running:
+            request.join()
+        assert httpx.post(url, json={**one, "n": 2}, headers=first, timeout=LIMIT_S).status_code == 200
+        assert server.engine.clients == [1, 1, 2, 1]
+
+
+def test_a_request_has_only_so_many_sequences(tokenizer: Tokenizer) -> None:
+    """Its prompts times n, whatever room there is."""
+    with LiveServer(tokenizer, max_sequences=4) as server:
+        url = server.url + "/v1/completions"
+        for body, status in (({"n": 2}, 200), ({"n": 3}, 400)):
+            answer = httpx.post(url, json={"prompt": ["x", "y"], "max_tokens": 1, **body}, timeout=LIMIT_S)
+            assert answer.status_code == status
+        assert "this server takes 4" in answer.json()["error"]["message"]
+        assert server.engine.clients == [0]

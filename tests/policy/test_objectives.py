@@ -63,9 +63,9 @@ def test_goodput_serves_those_who_can_still_be_in_time() -> None:
     assert aimed["tokens_per_s"] > 0.9 * plain["tokens_per_s"]
 
 
-def make_request(request_id: int, priority: int = 0) -> Request:
+def make_request(request_id: int, priority: int = 0, client: int = 0) -> Request:
     params: Any = SimpleNamespace(priority=priority)
-    return Request(request_id, np.zeros(1, np.int32), params, Gate.NONE, 1, request_id, frozenset())
+    return Request(request_id, np.zeros(1, np.int32), params, Gate.NONE, 1, request_id, frozenset(), client)
 
 
 def test_overdue_requests_wait_behind_all_others_whatever_their_priority() -> None:
@@ -80,6 +80,35 @@ def test_overdue_requests_wait_behind_all_others_whatever_their_priority() -> No
         queue.remove(head)
         head.state = State.DONE
     assert order == [1, 2, 0] and len(queue) == 0
+
+
+def order_of(queue: WaitingQueue) -> list[int]:
+    """Request ids as they are admitted."""
+    order = []
+    while (head := queue.head()) is not None:
+        assert queue.head() is head
+        order.append(head.request_id)
+        queue.remove(head)
+    assert len(queue) == 0
+    return order
+
+
+def test_clients_take_turns() -> None:
+    """Bug: who had sent a thousand requests was served with all of them before anybody who came then. Within a priority a
+    client waits for one request of each other; its own go in order. Priorities come first all the same, a preempted
+    request before all of its priority, and one that is aborted costs nobody a turn."""
+    queue = WaitingQueue()
+    for request_id in range(6):
+        queue.push(make_request(request_id, client=1))
+    queue.push(make_request(10, client=2))
+    queue.push(make_request(20, client=3))
+    queue.push(make_request(11, client=2))
+    gone = make_request(21, client=3)
+    queue.push(gone)
+    queue.push(make_request(30, priority=5, client=1))
+    queue.push_front(make_request(12, client=2))
+    queue.remove(gone)
+    assert order_of(queue) == [30, 12, 0, 20, 10, 1, 11, 2, 3, 4, 5]
 
 
 def test_before_costs_are_known_nothing_is_limited() -> None:

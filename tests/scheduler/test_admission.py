@@ -9,7 +9,8 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.common.messages import EngineInfo, RequestParams, Submit
+from depthbatch.common.messages import EngineInfo, RequestParams, StageResult, Submit
+from depthbatch.frontend.live_requests import LiveRequests
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from fakes.paged_lockstep import Lockstep
@@ -396,3 +397,19 @@ def test_contradictions_are_config_errors(info: dict, says: str) -> None:
     """What only shows once the worker is known; the process turns it into exit code 2."""
     with pytest.raises(ConfigError, match=says):
         SchedulerConfig.resolve(EngineConfig(max_num_seqs=64), changed(INFO, **info))
+
+
+def test_clients_take_turns_at_the_slots() -> None:
+    """Bug: requests of a client who came later waited for all of one who had sent many. A client's number goes from the
+    frontend's record of a request, a resubmitted one too, to the queue: with one slot, the second client's only request
+    is second."""
+    live, harness, finished = LiveRequests(1), Lockstep(replace(BASE, max_num_seqs=1, buckets=(1,))), []
+    params = RequestParams(max_tokens=1, max_loops=4)
+    for client in (7, 7, 7, 9):
+        request_id = live.add([1, 2, 3], params, None, client)
+        assert live.submit(request_id).client == client
+        assert harness.submit(live.submit(request_id))
+    while (stage := harness.scheduler.next_stage(0.0)) is not None:
+        events = harness.scheduler.complete(StageResult(stage.header.step_id, 0.0, 1.0, b"\1\0\0\0"), 1.0)
+        finished += [event.request_id for event in events]
+    assert finished == [1, 4, 2, 3]
