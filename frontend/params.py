@@ -107,14 +107,16 @@ class SamplingParams(msgspec.Struct, frozen=True):
     json_schema: Mapping[str, Any] | str | bool | None = None  # the output is JSON of this schema; kept as JSON text
     regex: str | None = None  # the output matches this expression
     choice: Sequence[str] | None = None  # the output is one of these texts
+    speculation: bool = True  # may have draft lanes, where the engine has some; the output is the same
 
     def __post_init__(self) -> None:
         for name, bounds in RANGES.items():
             value = getattr(self, name)
             if value is not None or (_DEFAULTS[name] is not None and name != "max_tokens"):
                 _check_number(name, value, bounds)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}", "ignore_eos")
+        for name in ("ignore_eos", "speculation"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         for name, value in self._as_kept().items():
             msgspec.structs.force_setattr(self, name, value)
         for name in ("ignore_eos", "min_tokens"):
@@ -290,6 +292,7 @@ class RequestDefaults:
             "logprobs": self._wants("logprobs", params.logprobs),
             "prompt_logprobs": self._wants("prompt_logprobs", params.prompt_logprobs),
             "grammar": self._grammar(params),
+            "speculation": params.speculation,
         }
         # what has one name and one meaning on both sides
         plain = {name: RANGES[name].kind(getattr(params, name)) for name in RESOLVED_FIELDS if name not in resolved}

@@ -91,7 +91,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 
 
 def _complaint(name: str, where: list[Any], first: Mapping[str, Any], value: Any) -> str:
-    own = complaint(name, value) if first["type"] != "bool_type" or name == "ignore_eos" else None
+    own = complaint(name, value) if first["type"] != "bool_type" or name in ("ignore_eos", "speculation") else None
     if own is not None:
         return own
     if first["type"] == "missing":

@@ -118,6 +118,7 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     min_tokens: int | None = ranged("min_tokens")
     ignore_eos: bool | None = None
+    speculation: bool | None = None
     presence_penalty: float | None = ranged("presence_penalty", "off tokens that the output holds")
     frequency_penalty: float | None = ranged("frequency_penalty", "the same, times how often")
     repetition_penalty: float | None = ranged("repetition_penalty", "of tokens in prompt or output; 1: off")

@@ -24,7 +24,7 @@ BAD_BY_ITSELF: list[tuple[str, Any]] = [
     ("min_p", NAN), ("seed", 2**64), ("seed", -(2**63) - 1), ("seed", 1.0), ("seed", "7"), ("stop", 5),
     ("stop", [""]), ("stop", ""), ("stop", ["a", 5]), ("stop", ["x"] * 17), ("stop", ["x" * 1025]), ("stop", None),
     ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("stop_token_ids", [1.5]), ("stop_token_ids", [True]),
-    ("ignore_eos", 1), ("ignore_eos", "yes"), ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", 1.0),
+    ("ignore_eos", 1), ("ignore_eos", "yes"), ("speculation", 1), ("speculation", "no"), ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", 1.0),
     ("exit_threshold", -0.1), ("exit_threshold", NAN), ("exit_threshold", INF), ("exit_threshold", "low"),
     ("min_loops", 0), ("min_loops", 1.5), ("max_loops", 0), ("num_loops", 0), ("num_loops", -3), ("num_loops", "2"),
     ("gate", "owm"), ("gate", 3), ("exit_depths", [0]), ("exit_depths", 3), ("exit_depths", ["2"]),
