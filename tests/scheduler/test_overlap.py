@@ -213,3 +213,18 @@ def test_a_preempted_request_waits_for_its_tokens_in_flight() -> None:
         assert (ahead.stages, ahead.answers) == (off.stages, off.answers)
         waits += ahead.waits
     assert waits >= 3
+
+
+def test_only_a_stage_after_a_standstill_says_so() -> None:
+    """The worker books its wait before a stage as ``no_work`` or as the scheduler's by this flag, and ``auto`` leaves waits
+    without work out of a stage's cost. Told with every stage, or with none, both would be wrong."""
+    harness = Lockstep(build(4, async_scheduling="off"))
+    for request_id in (0, 1):  # the engine runs dry in between
+        harness.submit(request(request_id))
+        flags = []
+        while (stage := harness.dispatch()) is not None or harness.complete():
+            if stage is not None:
+                flags.append(stage.header.after_no_work)
+            while harness.complete():
+                pass
+        assert flags[0] and not any(flags[1:]) and len(flags) > 4
