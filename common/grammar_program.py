@@ -39,6 +39,7 @@ class Matcher:
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         """``grammar``: as ``frontend.grammar`` writes it. Raises GrammarFailure."""
         self._eos = frozenset(tokenizer.eos_tokens)
+        self._mask_bytes = 4 * -(-tokenizer.vocab_size // 32)
         limits = LLParserLimits(initial_lexer_fuel=INITIAL_LEXER_FUEL, verbose_errors=False)
         self._matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         self._check()
@@ -57,7 +58,7 @@ class Matcher:
 
     def mask(self) -> bytes:
         """What may come next: a bit a token, whole int32. Raises GrammarFailure when nothing may."""
-        mask = self._matcher.compute_bitmask()
+        mask = self._matcher.compute_bitmask()[: self._mask_bytes]  # the library's may be a word longer
         self._check()
         if not any(mask):
             raise GrammarFailure("no token of the vocabulary can go on")

@@ -347,6 +347,16 @@ def test_a_grammar_that_fails_later_fails_alone(grammars: Grammars, monkeypatch:
     assert len(allowed(grammars, 1)) == 1 and allowed(grammars, 1) != [2]
 
 
+@pytest.mark.parametrize("vocab_size", [264, 287, 288, 289, 320])
+def test_masks_have_a_bit_a_token(vocab_size: int) -> None:
+    """Bug: the library's mask is a word longer where a vocabulary is a multiple of 32, as most are; the worker died of it."""
+    grammars = Grammars(GrammarHost(demo_host_arguments()[0], vocab_size, (2,)), vocab_size, [2])
+    assert grammars.ready()
+    grammars.admit([1], [GrammarStart(1, 1, text_of("regex", "[0-9]{3}"))])
+    assert len(allowed(grammars, 1)) == 10 and grammars.take_failures([1]) == {}
+    grammars.close()
+
+
 def test_a_mask_is_not_waited_for_without_end(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matcher that does not answer, here because it is stopped, costs the stage its limit and one request its answer."""
     monkeypatch.setattr("depthbatch.worker.sampling.grammar_matchers.ANSWER_WALL_S", 0.2)
