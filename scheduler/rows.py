@@ -321,7 +321,7 @@ class RowState:
         if len(depths) + 1 > width:
             wider = np.empty((self.replay.shape[0], max(len(depths) + 1, 2 * width)), np.uint8)
             wider[:, :width] = self.replay
-            wider[:, width:] = self.max_loops[:, None]  # what is missing in a row is full depth
+            wider[:, width:] = self.max_loops[: self.width + 1, None]  # what is missing in a row is full depth
             self.replay = wider
         self.replay[slot, : len(depths)] = np.minimum(np.frombuffer(depths, np.uint8), max_loops)
         self.replay[slot, len(depths) :] = max_loops
