@@ -34,6 +34,9 @@ Coda is timed alike under all three: with a given number of rows mean ITL = rows
 
 Prefill is tried between coda and prelude, so that new rows and returning rows share one prelude.
 
+With drafts (``--speculation N``) a boundary stage runs as soon as a row may be read for a draft, and takes the rows that
+wait for coda along.
+
 No constant here belongs to a model or device. Approximation: see ``coda_timing``; the steps that fill slots and those
 that empty queues at the end of a workload are treated like steady state. Decisions use lookahead only: recorded depths
 beyond the next core step are not looked at, although a replayed request would give them away.
@@ -67,7 +70,8 @@ class AutoPolicy:
 
     def __init__(self, config: SchedulerConfig) -> None:
         width = config.max_num_seqs
-        self._bucket_of = bucket_table(config.buckets, width)
+        self._bucket_of = bucket_table(config.buckets, config.buckets[-1])
+        self._drafts = config.drafts
         self._max_batched_tokens = config.max_num_batched_tokens
         self.costs = StageCosts()
         self.forecast = ExitForecast(width, config.r_max)
@@ -95,6 +99,8 @@ class AutoPolicy:
             return prefill or PRELUDE
         may_wait = prefill is not None and self._pacing is None
         waiting = view.q_c + (max(1, min(view.q_p, view.free_slots)) if may_wait else 0)
+        if self._drafts is not None and (view.q_c or view.asks_for_coda(self._drafts)):
+            return prefill or CODA._replace(drafts=self._drafts)
         if waiting and not (view.q_r and self._defers(view, waiting)):
             return CODA if view.q_c else prefill
         if prefill is not None and not may_wait:

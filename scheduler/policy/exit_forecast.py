@@ -33,11 +33,14 @@ class ExitForecast:
         self.refresh()
 
     def add(self, slots: npt.NDArray[np.intp], depths: tuple[int, ...]) -> None:
-        """Depths of tokens that went through coda, with their slots (1..W)."""
+        """Depths of tokens that went through coda, with their slots (1..W). With drafts a slot may have several."""
         rows = slots - 1
-        written = self._written[rows]
-        self._depths[rows, written % self._memory] = depths
-        self._written[rows] = written + 1
+        times = np.bincount(rows, minlength=self._written.size)
+        at = self._written[rows]
+        if times.max(initial=0) > 1:
+            at += _repeats(rows)
+        self._depths[rows, at % self._memory] = depths
+        self._written += times
         self.tokens += len(depths)
 
     def refresh(self) -> None:
@@ -86,6 +89,15 @@ class ExitForecast:
         at = (self._written[chosen][:, None] - length + last) % self._memory
         depths: Int32Array = self._depths[chosen[:, None], at].astype(np.int32)
         return depths
+
+
+def _repeats(values: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """[n]: how often each value has stood before."""
+    order = np.argsort(values, kind="stable")
+    ascending = values[order]
+    out = np.empty_like(values)
+    out[order] = np.arange(values.size) - np.searchsorted(ascending, ascending)
+    return out
 
 
 def _product_before(factors: FloatArray) -> FloatArray:

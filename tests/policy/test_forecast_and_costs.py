@@ -46,6 +46,17 @@ def test_forecast_forgets() -> None:
     assert forecast.blind[0].tolist() == pytest.approx([0, 0, 1, 0], abs=0.01)
 
 
+def test_a_stage_may_bring_several_depths_of_a_slot() -> None:
+    """With drafts: written to one place, all but the last of them would be lost."""
+    forecast = ExitForecast(3, 4)
+    forecast.add(np.array([2, 1, 2, 2]), (1, 4, 2, 3))
+    forecast.add(np.array([2]), (4,))
+    forecast.refresh()
+    sequences = forecast.sequences(1)
+    assert sequences is not None and sequences.tolist() == [[1, 2, 3, 4]]
+    assert forecast.tokens == 5 and forecast.mean_depth == 14 / 5
+
+
 def test_sequences_keep_each_slots_order() -> None:
     """The tournament replays what is alike about neighbours; shuffled depths would lose it."""
     forecast = ExitForecast(2, 9)
