@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, disable_created_metric
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
+from depthbatch.common.errors import OverloadedError, RequestError
+
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which nobody here reads
 
 PREFIX = "depthbatch:"
@@ -105,7 +107,7 @@ class FrontendMetrics:
         self._rejections.labels(PROCESS, reason).inc()
 
     def sequence(self, prompt_tokens: int) -> "SequenceTimer":
-        """A timer for one sequence, to be entered when it is submitted."""
+        """A timer for one sequence, to be entered before it is submitted; its prompt counts with its first news."""
         return SequenceTimer(self, prompt_tokens)
 
     def started(self, prompt_tokens: int) -> None:
@@ -117,7 +119,8 @@ class FrontendMetrics:
 
 
 class SequenceTimer:
-    """Times of one sequence; whatever ends it without a finish reason counts as an abort."""
+    """Times of one sequence. Whatever ends it without a finish reason counts as an abort, but what the engine refuses
+    before any news of it was never started."""
 
     def __init__(self, metrics: FrontendMetrics, prompt_tokens: int) -> None:
         self._metrics = metrics
@@ -125,13 +128,19 @@ class SequenceTimer:
         self._start_s = time.monotonic()
         self._last_s: float | None = None
         self.finish_reason: str | None = None
+        self._started = False
 
     def __enter__(self) -> Self:
-        self._metrics.started(self._prompt_tokens)
         return self
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._metrics.started(self._prompt_tokens)
 
     def tokens(self, exit_depths: Sequence[int], finish_reason: str | None, now_s: float) -> None:
         """News: the depths of the tokens that came at ``now_s`` (monotonic clock)."""
+        self._start()
         if exit_depths:
             metrics = self._metrics
             if self._last_s is None:
@@ -147,4 +156,7 @@ class SequenceTimer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._started and isinstance(error, RequestError | OverloadedError):
+            return
+        self._start()
         self._metrics.finished(self.finish_reason or "abort", time.monotonic() - self._start_s)

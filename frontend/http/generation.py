@@ -254,15 +254,16 @@ class Call:
     async def _running(self) -> AsyncIterator[AsyncGenerator[list[IndexedDelta], None]]:
         """The engine's news of all choices; leaving aborts what still runs. Raises ApiError."""
         service = self._service
-        with service.limit.places(self._spelling.num_prompts * self._n, self._client), contextlib.ExitStack() as timers:
+        with service.limit.places(self._spelling.num_prompts * self._n, self._client):
             try:
                 await self._prepare()
-                for choice in self._choices:
-                    timers.enter_context(choice.timer)
-                requests = [(choice.prompt.ids, choice.params) for choice in self._choices]
-                news = service.engine.generate_all(requests, engine_name(self._id), self._client)
-                async with contextlib.aclosing(news) as batches:
-                    yield batches
+                with contextlib.ExitStack() as timers:  # inside: a refusal of the engine was never started
+                    for choice in self._choices:
+                        timers.enter_context(choice.timer)
+                    requests = [(choice.prompt.ids, choice.params) for choice in self._choices]
+                    news = service.engine.generate_all(requests, engine_name(self._id), self._client)
+                    async with contextlib.aclosing(news) as batches:
+                        yield batches
             except RequestError as error:
                 raise renamed(error, self._body) from None
 

@@ -273,6 +273,19 @@ def test_metrics_count_what_was_done(tokenizer: Tokenizer) -> None:
             assert f"depthbatch:{line}" in text
 
 
+def test_what_the_engine_refuses_was_never_started(tokenizer: Tokenizer) -> None:
+    """A request that no engine check lets in (max_tokens over max_model_len, after it had its places) counted as started,
+    and then as a success that ended by abort."""
+    with LiveServer(tokenizer) as server, httpx.Client(base_url=server.url) as http:
+        for stream in (False, True):
+            body = {"prompt": "abc", "max_tokens": 5000, "stream": stream}
+            assert http.post("/v1/completions", json=body).status_code == 400
+        text = http.get("/metrics").text
+        assert "request_success_total{" not in text
+        assert 'prompt_tokens_total{process="frontend"} 0.0' in text
+        assert 'e2e_request_latency_seconds_count{process="frontend"} 0.0' in text
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.binary(max_size=300) | st.binary(max_size=100).map(lambda tail: b"POST /v1/completions HTTP/1.1\r\n" + tail)
