@@ -22,6 +22,9 @@ Rarer inputs and outputs travel as bytes inside the messages (StageExtra, StageR
 
     adjustments   int32 [n, 4]   slot | index within the slot's table | token | float32 bits added to its logit; an
                                  addition of -inf holds until position MIN_UNTIL of the slot only
+    bad sequences int32 [n, 2 + BAD_SEQUENCE_TOKENS]   slot | index within the slot's table | tokens, right-aligned behind
+                                 -1: the last one may not follow the others in the slot's output
+    allow lists   int32 [n, 1 + mask_words(V)]   slot | a bit a token: only these may be in the slot's output
     targets       int32 [n, 2]   index among the packed prompt tokens | token whose logprob is wanted there
     depths        uint8 [n_tokens]   loops that each token of a prefill runs; none at all = r_max everywhere
     forced_tokens int32 [n, 2]   slot | known token that the slot goes on with, in place of one sampled
@@ -81,6 +84,8 @@ SLOT_PARAMS = np.dtype(
         ("repetition_penalty", "<f4"),  # 0 = 1 = off
         ("min_until", "<i4"),  # position of the first output token that may be a stop token (prompt + min_tokens)
         ("adjustments", "<i4"),  # entries of the slot's adjustment table
+        ("num_bad_sequences", "<i4"),  # entries of the slot's table of bad sequences
+        ("allow_listed", "<i4"),  # 1 = only tokens of the slot's allow list
         ("constrained", "<i4"),  # 1 = a grammar says which tokens are allowed
     ]
 )
@@ -101,6 +106,9 @@ def slot_param_words(rows: SlotParamRows) -> Int32Array:
 
 
 MAX_ADJUSTMENTS = 1024  # entries of a slot's adjustment table: logit_bias, and stop tokens while min_tokens holds
+MAX_BAD_SEQUENCES = 128  # entries of a slot's table of bad sequences
+BAD_SEQUENCE_TOKENS = 16  # tokens of one
+MASK_BITS = 32  # tokens of a word of an allow list or of a grammar's mask
 MAX_LOGPROBS = 20  # likeliest tokens a logprob comes with
 ADJUSTMENT_FIELDS, TARGET_FIELDS, FORCED_TOKEN_FIELDS = 4, 2, 2
 UPDATE_FIELDS = 3
@@ -134,6 +142,11 @@ def prefill_slices(n_seqs: int, n_tokens: int, n_updates: int) -> PrefillSlices:
     tokens_end = 4 * n_seqs + n_tokens
     updates = slice(tokens_end, prefill_words(n_seqs, n_tokens, n_updates))
     return PrefillSlices(slots, starts, lengths, sample, slice(4 * n_seqs, tokens_end), updates)
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a mask that has a bit a token."""
+    return -(-vocab_size // MASK_BITS)
 
 
 class PrefillFrame(NamedTuple):

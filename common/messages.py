@@ -68,6 +68,8 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: bytes = b""  # int32 [n, 2]: token, float32 bits
+    bad_sequences: bytes = b""  # int32 [n, BAD_SEQUENCE_TOKENS] (common.frames)
+    allow_list: bytes = b""  # int32 [mask_words(vocab_size)], empty = everything
     logprobs: bool = False  # output tokens come with theirs (common.frames)
     prompt_logprobs: bool = False  # so do the prompt's tokens, all but the first
     grammar: str = ""  # what the worker's matcher allows (frontend.grammar), "" = everything
@@ -88,6 +90,11 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
             or self.logit_bias
             or (self.min_tokens and self.stop_token_ids)
         )
+
+    @property
+    def forbids_tokens(self) -> bool:
+        """Some tokens are ruled out, always or after certain others: bad words, allowed tokens."""
+        return bool(self.bad_sequences or self.allow_list)
 
 
 # --- frontend -> scheduler
@@ -240,6 +247,7 @@ class Variant(IntFlag):
     LOGITS = 4  # some row has penalties, a bias or min_tokens (prefill: some chunk's request)
     LOGPROBS = 8  # some row that gets a token wants its logprobs
     CONSTRAIN = 16  # some row has a grammar (prefill: some chunk's request)
+    FORBID = 64  # some row has bad words or an allow list (prefill: some chunk's request)
     FILTER = 32  # some sampled row has top-k, top-p or min-p
 
 
@@ -262,6 +270,8 @@ class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     grammars: tuple[GrammarStart, ...] = ()
     depths: bytes = b""  # uint8 [n_tokens]
     forced_tokens: bytes = b""  # int32 [n, 2]
+    bad_sequences: bytes = b""  # int32 [n, 2 + BAD_SEQUENCE_TOKENS]
+    allow_lists: bytes = b""  # int32 [n, 1 + mask_words(vocab_size)]
 
 
 class StageBatch(Message, frozen=True):

@@ -127,6 +127,8 @@ class AsyncEngine:
             self._ticker = background(self._tick(), "engine ticker", self.fail)
             self._pump()
             self.tokenizer = await self._in_tokenizer_thread(load_model_tokenizer, self.config.model)
+            if self.tokenizer is not None:
+                self._client.encode = self.tokenizer.encode_bare
             while self._client.info is None:
                 self._raise_failure()
                 await self._next_news()

@@ -43,6 +43,7 @@ from depthbatch.frontend.live_requests import LiveRequests, News
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
 from depthbatch.frontend.processes import Launcher, Processes
 from depthbatch.frontend.restarts import Loss, Restarts
+from depthbatch.frontend.token_bans import Encode
 
 log = get_logger("frontend")
 
@@ -61,6 +62,7 @@ class EngineClient:
         self.info: EngineInfo | None = None  # set once the engine has been ready
         self.failure: DepthbatchError | None = None  # set once it is dead for good, or closed
         self.stats: SchedulerStats | None = None
+        self.encode: Encode | None = None  # by the model's tokenizer, where the owner has one: bad words need it
         self._seed = config.seed
         self._processes: Processes = Launcher(config) if processes is None else processes
         self._restarts = Restarts(self._processes)
@@ -136,7 +138,7 @@ class EngineClient:
         if self.info is None or self._defaults is None:
             raise EngineDeadError("the engine is not ready yet")
         check_token_ids(prompt_ids, self.info)
-        return self._defaults.resolve(params, len(prompt_ids), ordinal)
+        return self._defaults.resolve(params, len(prompt_ids), ordinal, self.encode)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request without further news; False when it is not live (any more), which is fine."""

@@ -50,6 +50,8 @@ class LLM:
         try:
             self._client.launch()
             self.tokenizer = load_model_tokenizer(config.model)  # while the worker loads the weights
+            if self.tokenizer is not None:
+                self._client.encode = self.tokenizer.encode_bare
             self.info = self._client.wait_ready()
             if not quiet:
                 print(f"depthbatch: {describe(self.info)}", file=sys.stderr)

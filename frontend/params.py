@@ -15,18 +15,22 @@ import msgspec
 import numpy as np
 
 from depthbatch.common.errors import RequestError
-from depthbatch.common.frames import MAX_DEPTH, MAX_LOGPROBS
+from depthbatch.common.frames import MAX_BAD_SEQUENCES, MAX_DEPTH, MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import MAX_PRIORITY, EngineInfo, RequestParams
 from depthbatch.common.splitmix64 import UNSIGNED, mix_int
 from depthbatch.frontend.grammar import canonical_constraint, constraint_name, grammar_text
+from depthbatch.frontend.token_bans import Encode, allow_list, bad_sequences
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 512
 MAX_STOP_TOKEN_IDS = 256
 MAX_EXIT_DEPTHS = 1 << 20
+MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2  # each may be two: at the start of a text, and behind a space
+MAX_BAD_WORD_CHARS = 64
+MAX_ALLOWED_TOKEN_IDS = 1 << 20
 INT32_MAX = 2**31 - 1
 SEED_MASK = (1 << 64) - 1
 SHOWN_CHARS = 80
@@ -102,6 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # of tokens in prompt or output, 1 = off
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens; kept as sorted pairs
+    bad_words: Sequence[str] = ()  # texts whose tokens may not be generated
+    allowed_token_ids: Sequence[int] | None = None  # the only tokens that may be generated
     logprobs: int | None = None  # output tokens come with their logprob and those of this many likeliest tokens
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     json_schema: Mapping[str, Any] | str | bool | None = None  # the output is JSON of this schema; kept as JSON text
@@ -119,7 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
                 raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         for name, value in self._as_kept().items():
             msgspec.structs.force_setattr(self, name, value)
-        for name in ("ignore_eos", "min_tokens"):
+        for name in ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids"):
             if self.constraint is not None and getattr(self, name):
                 raise RequestError(f"{name} cannot be combined with {self.constraint}", name)
         if self.gate is not None and (not isinstance(self.gate, str) or self.gate not in GATE_BY_LABEL):
@@ -134,10 +140,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _whole_numbers("stop_token_ids", self.stop_token_ids, 0, INT32_MAX, MAX_STOP_TOKEN_IDS),
             "logit_bias": _bias_pairs(self.logit_bias),
+            "bad_words": _bad_words(self.bad_words),
             "json_schema": json_schema,
             "regex": regex,
             "choice": choice,
         }
+        if self.allowed_token_ids is not None:
+            kept["allowed_token_ids"] = _allowed(self.allowed_token_ids)
         if self.exit_depths is not None:
             kept["exit_depths"] = _whole_numbers("exit_depths", self.exit_depths, 1, MAX_DEPTH, MAX_EXIT_DEPTHS)
         return kept
@@ -224,6 +233,23 @@ def _whole_numbers(name: str, values: Any, low: int, high: int, most: int) -> tu
     return tuple(values)
 
 
+def _bad_words(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list | tuple) or not all(isinstance(word, str) and word.strip() for word in given):
+        raise RequestError(f"bad_words must be a list of texts, none of them blank, not {shown(given)}", "bad_words")
+    if len(given) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD_CHARS for word in given):
+        raise RequestError(
+            f"bad_words takes at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORD_CHARS} characters", "bad_words"
+        )
+    return tuple(given)
+
+
+def _allowed(given: Any) -> tuple[int, ...]:
+    token_ids = _whole_numbers("allowed_token_ids", given, 0, INT32_MAX, MAX_ALLOWED_TOKEN_IDS)
+    if not token_ids:
+        raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+    return token_ids
+
+
 def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """Token and addition, ascending. Keys may be the decimal strings that JSON has instead of numbers."""
     if bias is None:
@@ -256,7 +282,13 @@ class Depth(NamedTuple):
     max_loops: int
 
 
-RESOLVED_FIELDS = RequestParams.__struct_fields__
+SENT_FIELDS = frozenset(RequestParams.__struct_fields__)
+
+
+def _as_sent(params: SamplingParams, name: str) -> Any:
+    """A field that has one name and one meaning on both sides."""
+    value = getattr(params, name)
+    return RANGES[name].kind(value) if name in RANGES else value
 
 
 class RequestDefaults:
@@ -268,8 +300,11 @@ class RequestDefaults:
         self._seed = seed
         self._layout = KVLayout(info.kv_layout)
 
-    def resolve(self, params: SamplingParams, prompt_tokens: int, ordinal: int) -> RequestParams:
+    def resolve(
+        self, params: SamplingParams, prompt_tokens: int, ordinal: int, encode: Encode | None = None
+    ) -> RequestParams:
         """Final parameters of a request with a prompt of ``prompt_tokens``; ``ordinal`` varies the default seed.
+        ``encode`` gives bad words their tokens.
 
         Raises RequestError naming the field that this engine cannot serve.
         """
@@ -289,14 +324,13 @@ class RequestDefaults:
             **depth._asdict(),
             "exit_depths": bytes(params.exit_depths or ()),
             "logit_bias": self._logit_bias(params),
+            "bad_sequences": bad_sequences(params.bad_words, encode),
+            "allow_list": self._allow_list(params, stop_token_ids),
             "logprobs": self._wants("logprobs", params.logprobs),
             "prompt_logprobs": self._wants("prompt_logprobs", params.prompt_logprobs),
             "grammar": self._grammar(params),
-            "speculation": params.speculation,
         }
-        # what has one name and one meaning on both sides
-        plain = {name: RANGES[name].kind(getattr(params, name)) for name in RESOLVED_FIELDS if name not in resolved}
-        return RequestParams(**resolved, **plain)
+        return RequestParams(**resolved, **{name: _as_sent(params, name) for name in SENT_FIELDS - resolved.keys()})
 
     def _grammar(self, params: SamplingParams) -> str:
         name = params.constraint
@@ -315,6 +349,13 @@ class RequestDefaults:
                 )
             row[0], row[1] = token, np.float32(value).view(np.int32)
         return rows.tobytes()
+
+    def _allow_list(self, params: SamplingParams, stop_token_ids: tuple[int, ...]) -> bytes:
+        if params.allowed_token_ids is None:
+            return b""
+        if params.min_tokens and set(params.allowed_token_ids) <= set(stop_token_ids):
+            raise RequestError("min_tokens: every allowed token is a stop token", "min_tokens")
+        return allow_list(params.allowed_token_ids, self.info.vocab_size)
 
     def _wants(self, name: str, count: int | None) -> bool:
         """Whether logprobs are asked for; RequestError when this engine has fewer, or none."""

@@ -87,6 +87,10 @@ class Tokenizer:
         # The library's encode keeps the interpreter lock, seconds for a long text; its batches do not.
         return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of a text with nothing around it."""
+        return self.encode(text, add_special_tokens=False)
+
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, without encoding it; 0 where nothing can be said."""
         if self._bytes_a_token is None or len(text) < self._bytes_a_token:

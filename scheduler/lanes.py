@@ -22,7 +22,8 @@ What keeps the output what it would be without drafts (each rule has a test that
 * A chain never spans more than L positions, counted from the oldest token that is not known, so that no draft takes the
   lane in which a final readout has left its token.
 * Late results of a lane that was dropped are void: its epoch has passed.
-* Requests whose tokens depend on more than logits, seed and position (penalties, bias, grammars) have no drafts.
+* Requests whose tokens depend on more than logits, seed and position (penalties, bias, bad words, grammars) have no
+  drafts.
 
 Drafts take what is left: rows up to the largest bucket, blocks that nobody waits for. A draft never preempts anything.
 """

@@ -59,7 +59,8 @@ class Request:
     def may_have_drafts(self) -> bool:
         """Its tokens are a function of logits, seed and position alone, so that a draft is drawn as the token is."""
         params = self.params
-        return params.speculation and not (params.changes_logits or params.grammar or self.forced_decode)
+        more = params.changes_logits or params.forbids_tokens or params.grammar or self.forced_decode
+        return params.speculation and not more
 
     @property
     def length(self) -> int:

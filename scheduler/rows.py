@@ -88,6 +88,7 @@ class RowState:
         self.own = np.zeros(rows, np.bool_)  # that decision is needed before the next stage
         self.preloop = np.zeros(rows, np.bool_)  # prelude returns the depth
         self.replayed = np.zeros(rows, np.bool_)
+        self.forbids_tokens = np.zeros(rows, np.bool_)  # bad words or an allow list
         self.changes_logits = np.zeros(rows, np.bool_)  # penalties, bias or min_tokens
         self.logprobs = np.zeros(rows, np.bool_)  # wants logprobs
         self.constrained = np.zeros(rows, np.bool_)  # has a grammar
@@ -104,6 +105,7 @@ class RowState:
             "preloop",
             "replayed",
             "changes_logits",
+            "forbids_tokens",
             "logprobs",
             "constrained",
             "forced",
@@ -307,6 +309,7 @@ class RowState:
             "preloop": gate is Gate.PRELOOP,
             "replayed": gate is Gate.REPLAY,
             "changes_logits": request.params.changes_logits,
+            "forbids_tokens": request.params.forbids_tokens,
             "logprobs": request.params.logprobs,
             "constrained": bool(request.params.grammar),
         }

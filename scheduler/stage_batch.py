@@ -9,6 +9,7 @@ import numpy as np
 
 from depthbatch.common.frames import (
     ADJUSTMENT_FIELDS,
+    BAD_SEQUENCE_TOKENS,
     ROW_AUX,
     ROW_FIELDS,
     ROW_LANE,
@@ -101,6 +102,8 @@ def slot_param_frame(requests: list[Request]) -> Int32Array | None:
     rows["first_output"] = [request.prompt.size for request in requests]
     rows["min_until"] = [request.prompt.size + request.params.min_tokens for request in requests]
     rows["adjustments"] = [num_adjustments(each) for each in params]
+    rows["num_bad_sequences"] = [len(each.bad_sequences) // (4 * BAD_SEQUENCE_TOKENS) for each in params]
+    rows["allow_listed"] = [bool(each.allow_list) for each in params]
     rows["constrained"] = [bool(each.grammar) for each in params]
     return slot_param_words(rows)
 
@@ -126,7 +129,7 @@ def num_adjustments(params: RequestParams) -> int:
 
 
 def stage_extra(chunks: list[PrefillChunk], r_max: int) -> StageExtra | None:
-    """What few prompts have: adjustments and a grammar with their first chunk, targets with every one; and what is known
+    """What few prompts have: adjustments, forbidden tokens and a grammar with their first chunk, targets with every one; and what is known
     of sequences that are rebuilt."""
     fresh = [chunk.request for chunk in chunks if chunk.new_blocks.size]
     adjusted = [_adjustments(request) for request in fresh if num_adjustments(request.params)]
@@ -137,10 +140,14 @@ def stage_extra(chunks: list[PrefillChunk], r_max: int) -> StageExtra | None:
             targets.append(_targets(chunk, offset))
         offset += chunk.length
     rebuilt = any(chunk.request.output for chunk in chunks)
-    if not (adjusted or grammars or targets or rebuilt):
+    bad = [_bad_sequences(request) for request in fresh if request.params.bad_sequences]
+    allowed = [_allow_list(request) for request in fresh if request.params.allow_list]
+    if not (adjusted or grammars or targets or rebuilt or bad or allowed):
         return None
     depths, tokens = (_depths(chunks, r_max), _forced_tokens(chunks)) if rebuilt else (b"", b"")
-    return StageExtra(_bytes_of(adjusted), _bytes_of(targets), grammars, depths, tokens)
+    return StageExtra(
+        _bytes_of(adjusted), _bytes_of(targets), grammars, depths, tokens, _bytes_of(bad), _bytes_of(allowed)
+    )
 
 
 def _depths(chunks: list[PrefillChunk], r_max: int) -> bytes:
@@ -167,6 +174,19 @@ def _adjustments(request: Request) -> Int32Array:
         rows[len(bias) :, 2] = params.stop_token_ids
         rows[len(bias) :, 3] = MINUS_INFINITY
     return rows
+
+
+def _bad_sequences(request: Request) -> Int32Array:
+    """int32 [n, 2 + BAD_SEQUENCE_TOKENS]"""
+    tokens = np.frombuffer(request.params.bad_sequences, "<i4").reshape(-1, BAD_SEQUENCE_TOKENS)
+    heads = np.full((len(tokens), 2), request.slot, np.int32)
+    heads[:, 1] = np.arange(len(tokens))
+    return np.concatenate([heads, tokens], axis=1)
+
+
+def _allow_list(request: Request) -> Int32Array:
+    """int32 [1 + mask_words(vocab_size)]"""
+    return np.concatenate([np.array([request.slot], np.int32), np.frombuffer(request.params.allow_list, "<i4")])
 
 
 def _targets(chunk: PrefillChunk, offset: int) -> Int32Array:
@@ -206,6 +226,8 @@ def prefill_variant(chunks: list[PrefillChunk]) -> Variant:
         params = chunk.request.params
         if params.changes_logits:
             variant |= Variant.LOGITS
+        if params.forbids_tokens:
+            variant |= Variant.FORBID
         if params.grammar:
             variant |= Variant.CONSTRAIN
         if chunk.samples and params.temperature > 0:
@@ -221,6 +243,7 @@ _CODA_VARIANTS = {
     "sampled": Variant.SAMPLE,
     "filtered": Variant.FILTER,
     "changes_logits": Variant.LOGITS,
+    "forbids_tokens": Variant.FORBID,
     "constrained": Variant.CONSTRAIN,
     "logprobs": Variant.LOGPROBS,
 }

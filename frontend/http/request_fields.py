@@ -66,8 +66,6 @@ UNSUPPORTED: dict[str, Neutral] = {
     "prediction": _null,
     "web_search_options": _null,
     "reasoning_effort": _null,
-    "bad_words": _empty,
-    "allowed_token_ids": _null,
     "truncate_prompt_tokens": _null,
     "logits_processors": _empty,
     "lora_request": _null,

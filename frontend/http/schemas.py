@@ -10,6 +10,9 @@ from depthbatch.common.frames import MAX_DEPTH
 from depthbatch.common.gates import GATE_BY_LABEL
 from depthbatch.frontend.params import (
     INT32_MAX,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_EXIT_DEPTHS,
     MAX_LOGIT_BIAS,
     MAX_STOP_CHARS,
@@ -60,6 +63,7 @@ def _encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+BadWord = Annotated[Text, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Depth = Annotated[int, Field(ge=1, le=MAX_DEPTH)]
 Prompt = (
@@ -124,6 +128,12 @@ class GenerationFields(Body):
     repetition_penalty: float | None = ranged("repetition_penalty", "of tokens in prompt or output; 1: off")
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
         None, description="token id -> what is added to its logit, -100 to 100"
+    )
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = Field(
+        None, description="texts whose tokens may not be generated"
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
+        None, description="the only tokens that may be generated"
     )
     response_format: ResponseFormat | None = Field(None, description="JSON, of any kind or of a schema")
     structured_outputs: StructuredOutputs | None = Field(

@@ -66,6 +66,30 @@ def test_http_equals_python(server: ServeProcess) -> None:
     assert {depth for choice in answers[8].json()["choices"] for depth in choice["exit_depths"][1:]} == {3}
 
 
+def test_words_that_may_not_be_said(server: ServeProcess) -> None:
+    """Bad words and allowed tokens by the model's own tokenizer, over HTTP and in Python alike: only digits, and of
+    those not the pairs that were said before."""
+    digits = httpx.post(server.url + "/tokenize", json={"prompt": "0123456789"}, timeout=60).json()["tokens"]
+    fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "allowed_token_ids": digits}
+
+    def ask(**more: object) -> str:
+        body = {"prompt": PROMPTS[0], **fields, **more}
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    free = ask()
+    assert len(free) == 12 and free.isdigit()
+    words = sorted({free[place : place + 2] for place in range(11)})
+    held = ask(bad_words=words)
+    assert len(held) == 12 and held.isdigit() and not any(word in held for word in words)
+    with LLM(MODEL, quiet=True, **OPTIONS) as llm:
+        [output] = llm.generate([PROMPTS[0]], SamplingParams(bad_words=words, **fields))
+    assert output.text == held
+    error = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "bad_words": ["0" * 17]}, timeout=60)
+    assert error.status_code == 400 and "17 tokens, more than 16" in error.json()["error"]["message"]
+
+
 def test_what_ends_an_output(server: ServeProcess) -> None:
     """Stop token ids, stop strings and min_tokens against the same greedy output without them."""
     body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}

@@ -43,7 +43,7 @@ class Operators(TorchDispatchMode):
 
 def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
     """One token of three rows that sit at different loops, with every variant on that the stage has here."""
-    coda = Variant.SAMPLE | Variant.FILTER | Variant.LOGITS | Variant.LOGPROBS
+    coda = Variant.SAMPLE | Variant.FILTER | Variant.LOGITS | Variant.FORBID | Variant.LOGPROBS
     variant = {Stage.PRELUDE: PLAIN, Stage.CORE: Variant.GATES, Stage.CODA: coda}
     for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, 3, 1))):
         frame = np.zeros((4, BUCKET), np.int32)

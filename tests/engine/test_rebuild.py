@@ -21,10 +21,13 @@ from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams
+from depthbatch.frontend.token_bans import allow_list
+from fakes.bans import bad_rows
 from fakes.lockstep import Answer, Disturbance, LockstepEngine
 from reference.oracle import HUGINN, OURO, R_MAX, compare, prompts_of
 
 OUTPUTS = 14
+VOCAB = 320  # Huginn's; the 300 of Ouro take as many words of a mask
 GATES = {
     OURO: (Gate.OWN, Gate.DELAYED, Gate.LOOKAHEAD, Gate.FIXED, Gate.REPLAY),
     HUGINN: (Gate.OWN, Gate.DELAYED, Gate.CONVERGENCE, Gate.FIXED, Gate.REPLAY),
@@ -69,6 +72,8 @@ def requests(model: Path, layout: KVLayout) -> list[tuple[list[int], RequestPara
             exit_depths=bytes(depths) if gate is Gate.REPLAY else b"",
             temperature=1.2 if index >= 5 else 0.0,
             seed=index,
+            bad_sequences=bad_rows([[5, 5], [6, 6], [7, 7], [5, 6, 5], [7, 6, 5]]) if index == 5 else b"",
+            allow_list=allow_list((5, 6, 7), VOCAB) if index == 5 else b"",
             repetition_penalty=1.3 if index == 6 else 1.0,
             presence_penalty=0.5 if index == 6 else 0.0,
         )

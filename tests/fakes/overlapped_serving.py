@@ -11,9 +11,12 @@ import numpy as np
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit, TokenEvent
+from depthbatch.frontend.token_bans import allow_list
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.runner.stage_io import LaunchedStage, StageRunner
+from fakes.bans import bad_rows
 
+VOCAB = 320  # huginn-tiny's; the 300 of ouro-tiny take as many words of a mask
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 Answers = dict[int, tuple[list[int], list[int], list[float]]]  # tokens, depths, scores
 
@@ -48,6 +51,8 @@ def requests(gate: Gate, r_max: int) -> list[Submit]:
             presence_penalty=1.5 if index % 4 == 1 else 0.0,
             repetition_penalty=1.3 if index % 4 == 2 else 1.0,
             logit_bias=np.array([[5, np.float32(50).view(np.int32)]], np.int32).tobytes() if index == 3 else b"",
+            bad_sequences=bad_rows([[5, 5], [6, 6], [7, 7], [5, 6, 5]]) if index in (6, 7) else b"",
+            allow_list=allow_list((5, 6, 7), VOCAB) if index in (7, 8) else b"",
             logprobs=index % 3 == 1,
             prompt_logprobs=index % 4 == 0,
         )

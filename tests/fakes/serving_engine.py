@@ -146,7 +146,7 @@ class FakeEngine:
         """Raises RequestError, as EngineClient.check does."""
         check_stop(params, self.tokenizer)
         check_token_ids(prompt, self.info)
-        resolved = self._defaults.resolve(params, len(prompt), ordinal=0)
+        resolved = self._defaults.resolve(params, len(prompt), 0, self.tokenizer and self.tokenizer.encode_bare)
         if params.constraint is not None:
             self._grammars.check(resolved.grammar)  # proved, then not obeyed
         deadline_s = None if params.timeout_s is None else asyncio.get_running_loop().time() + params.timeout_s

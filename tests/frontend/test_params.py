@@ -35,6 +35,9 @@ BAD_BY_ITSELF: list[tuple[str, Any]] = [
     ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", 1.0), ("regex", ""), ("regex", 5),
     ("regex", "x" * 70_000), ("choice", []), ("choice", "ab"), ("choice", [""]), ("choice", [1]), ("json_schema", 5),
     ("json_schema", "{"), ("json_schema", {"a": NAN}), ("json_schema", "[1]"), ("json_schema", {"enum": ["x"] * 70_000}),
+    ("bad_words", "a"), ("bad_words", [""]), ("bad_words", [" "]), ("bad_words", [5]), ("bad_words", ["a"] * 65),
+    ("bad_words", ["a" * 65]), ("bad_words", None), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", [True]), ("allowed_token_ids", 5), ("allowed_token_ids", ["1"]),
     ("priority", 1.5), ("priority", 2**20), ("timeout_s", 0), ("timeout_s", -1.0), ("timeout_s", NAN),
 ]  # fmt: skip
 
@@ -53,6 +56,9 @@ BAD_HERE: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [fake_engine.VOCAB]}, "stop_token_ids"),
     ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
     ({"logit_bias": {fake_engine.VOCAB: 1}}, "logit_bias"),
+    ({"allowed_token_ids": [fake_engine.VOCAB]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [0, 2], "min_tokens": 1}, "min_tokens"),  # its stop tokens are these two
+    ({"bad_words": ["a"]}, "bad_words"),  # nothing here makes tokens of a word
     ({"logprobs": 0}, "logprobs"),  # the fake engine gives none, and has no grammars
     ({"prompt_logprobs": 2}, "prompt_logprobs"),
     ({"regex": "a"}, "regex"),

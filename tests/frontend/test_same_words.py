@@ -22,6 +22,8 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ["", "a"]), ("stop", 5), ("stop", {}), ("stop", ["x"] * 17), ("stop", "x" * 1025), ("stop", [[1]]),
     ("stop_token_ids", [1.5]), ("stop_token_ids", "1"), ("stop_token_ids", [0] * 257), ("stop_token_ids", [264]),
     ("exit_depths", [0]), ("exit_depths", [256]), ("exit_depths", 2), ("exit_depths", [2, 9]),
+    ("bad_words", [""]), ("bad_words", "x"), ("bad_words", ["x" * 65]), ("bad_words", ["x"] * 65), ("bad_words", [1]),
+    ("allowed_token_ids", []), ("allowed_token_ids", [264]), ("allowed_token_ids", [1.5]), ("allowed_token_ids", 5),
     ("gate", "nonsense"), ("gate", 3), ("gate", "replay"), ("gate", "fixed"), ("gate", "lookahead"),
     ("ignore_eos", 1), ("speculation", 0), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 101.0}), ("logit_bias", [1]),
     ("num_loops", 5), ("min_loops", 1), ("max_tokens", 512), ("max_tokens", 2000),

@@ -42,13 +42,16 @@ BAD = [
     ("structured_outputs", {"regex": "("}), ("structured_outputs", {"regex": "a" * 70000}),
     ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", 5), ("prompt", None), ("prompt", {"a": 1}),
     ("prompt", [1, "a"]), ("prompt", [VOCAB_SIZE]), ("prompt", [-1]), ("prompt", ["a"] * 1025), ("prompt", [1.5]),
+    ("bad_words", "x"), ("bad_words", [""]), ("bad_words", [" "]), ("bad_words", ["x"] * 65), ("bad_words", ["x" * 65]),
+    ("bad_words", ["a long word of bytes"]), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", [VOCAB_SIZE]), ("allowed_token_ids", 5),
     ("prompt", "x" * (MAX_MODEL_LEN + 1)),
 ]  # fmt: skip
 
 UNSUPPORTED = [
     ("best_of", 2), ("suffix", "x"), ("prompt_logprobs", 1), ("length_penalty", 2),
     ("guided_json", {}), ("guided_regex", "(a+)+$"), ("prompt_embeds", "AAAA"), ("tools", [{}]), ("functions", [{}]),
-    ("chat_template", "{{ 7 * 7 }}"), ("use_beam_search", True), ("bad_words", ["x"]),
+    ("chat_template", "{{ 7 * 7 }}"), ("use_beam_search", True),
 ]  # fmt: skip
 
 NEUTRAL = {

@@ -57,9 +57,10 @@ def test_published_tokens(llm: LLM) -> None:
         SamplingParams(gate="delayed", exit_threshold=0.3, min_loops=2, max_loops=3, **GREEDY),
         SamplingParams(max_tokens=24, temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=11, ignore_eos=True),
         SamplingParams(presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.1, **GREEDY),
+        SamplingParams(allowed_token_ids=[7, 11, 13], logit_bias={11: 1.0}, **GREEDY),
         SamplingParams(logit_bias={7: 3.0}, min_tokens=5, stop_token_ids=[7], **GREEDY),
     ],
-    ids=["replay", "fixed", "own", "delayed", "sampled", "penalties", "held-off"],
+    ids=["replay", "fixed", "own", "delayed", "sampled", "penalties", "allowed", "held-off"],
 )
 def test_equals_lockstep(llm: LLM, lockstep: LockstepEngine, params: SamplingParams) -> None:
     """The same scheduler and runner without sockets: what processes add must change no token and no depth. Parameters

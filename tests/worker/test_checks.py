@@ -6,7 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from depthbatch.common.frames import MAX_ADJUSTMENTS, SLOT_PARAM_WORDS, Int32Array, Stage
+from depthbatch.common.frames import (
+    BAD_SEQUENCE_TOKENS,
+    MAX_ADJUSTMENTS,
+    MAX_BAD_SEQUENCES,
+    SLOT_PARAM_WORDS,
+    Int32Array,
+    Stage,
+)
 from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra, Variant
 from depthbatch.worker.runner.stage_input import StageError, StageLimits, parse_stage
 
@@ -145,6 +152,15 @@ def test_slot_parameters_must_fit() -> None:
     [
         (StageExtra(adjustments=b"\0" * 12), "not rows of 4"),
         (StageExtra(targets=b"\0" * 12), "not rows of 2"),
+        (StageExtra(bad_sequences=b"\0" * 12), "not rows of 18"),
+        (StageExtra(bad_sequences=int32(5, 0, *[1] * BAD_SEQUENCE_TOKENS)), "slot that does not exist"),
+        (StageExtra(bad_sequences=int32(1, MAX_BAD_SEQUENCES, *[1] * BAD_SEQUENCE_TOKENS)), "outside the slot's table"),
+        (StageExtra(bad_sequences=int32(1, 0, *[50] * BAD_SEQUENCE_TOKENS)), "bad token"),
+        (StageExtra(bad_sequences=int32(1, 0, *[-2] * BAD_SEQUENCE_TOKENS)), "bad token"),
+        (StageExtra(bad_sequences=int32(1, 0, *[-1] * BAD_SEQUENCE_TOKENS)), "without a last token"),
+        (StageExtra(allow_lists=int32(1, 1)), "not rows of"),
+        (StageExtra(allow_lists=int32(5, 1, 0)), "slot that does not exist"),
+        (StageExtra(allow_lists=int32(1, 0, 0)), "allows nothing"),
         (StageExtra(adjustments=int32(0, 0, 1, 0)), "slot that does not exist"),
         (StageExtra(adjustments=int32(5, 0, 1, 0)), "slot that does not exist"),
         (StageExtra(adjustments=int32(1, MAX_ADJUSTMENTS, 1, 0)), "outside the slot's table"),

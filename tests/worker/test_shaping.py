@@ -8,10 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthbatch.common.frames import ADJUSTMENT_FIELDS, MAX_ADJUSTMENTS, SLOT_PARAMS, slot_param_words
+from depthbatch.common.frames import (
+    ADJUSTMENT_FIELDS,
+    BAD_SEQUENCE_TOKENS,
+    MAX_ADJUSTMENTS,
+    SLOT_PARAMS,
+    slot_param_words,
+)
 from depthbatch.worker.sampling.logits_processors import Shaping
 from depthbatch.worker.sampling.logprobs import logprob_rows, num_likeliest
 from depthbatch.worker.sampling.slot_params import SlotParams
+from fakes.bans import bad_rows
 
 VOCAB, SLOTS = 37, 6
 CPU = torch.device("cpu")
@@ -122,6 +129,89 @@ def test_masks_allow_their_bits_and_free_rows_everything() -> None:
     got = shaping.constrain(logits, torch.tensor([1, 2]), params_of([{"constrained": 1}, {}]))
     assert got[0].isfinite().nonzero().flatten().tolist() == allowed
     assert torch.equal(got[0, allowed], logits[0, allowed]) and torch.equal(got[1], logits[1])
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_forbidden_tokens_are_those_of_a_plain_twin(data: st.DataObject) -> None:
+    """Sequences of 1 to 16 tokens that the text ends with, or nearly; in prompts they do not count. A slot's ring and
+    tables still hold a longer former request. Rows beside each other, and each alone; one row has an allow list."""
+    few = st.integers(0, 3)
+    shaping = Shaping(SLOTS + 1, VOCAB, CPU)
+    rows: list[Row] = []
+    texts = []
+    for slot in (1, 2, 3):
+        prompt = data.draw(st.lists(few, min_size=1, max_size=24))
+        output = data.draw(st.lists(few, max_size=24))
+        text, bad = prompt + output, []
+        for length in data.draw(st.lists(st.integers(1, BAD_SEQUENCE_TOKENS), max_size=4)):
+            changed = data.draw(st.integers(0, 2 * length))
+            bad.append([token + (place == changed) for place, token in enumerate(text[len(text) - length + 1 :])])
+            bad[-1].append(data.draw(few))
+        table = [
+            *bad,
+            *([[0], [1]] if slot == 1 else []),
+        ]  # what a former request has left behind the entries that count
+        head = torch.tensor([[slot, index] for index in range(len(table))], dtype=torch.int32).view(-1, 2)
+        tokens = torch.frombuffer(bytearray(bad_rows(table)), dtype=torch.int32) if table else head.view(-1)
+        shaping.set_bad_sequences(torch.cat([head, tokens.view(len(table), -1)], 1) if table else head.new_empty(0, 18))
+        for kept in (list(range(4)) * 12, text):
+            slots = torch.full((len(kept),), slot)
+            positions = torch.arange(len(kept), dtype=torch.int32)
+            shaping.note_recent(
+                slots, positions, torch.tensor(kept, dtype=torch.int32), torch.full_like(positions, len(kept))
+            )
+        mask = np.zeros(64, np.uint8)
+        mask[[0, 2, 36]] = 1
+        listed = np.packbits(mask, bitorder="little").view(np.int32)
+        shaping.set_allow_lists(torch.tensor([[slot, *listed.tolist()]], dtype=torch.int32))
+        rows.append({"num_bad_sequences": len(bad), "first_output": len(prompt), "allow_listed": int(slot == 2)})
+        texts.append((prompt, output, bad))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5))
+    slots = torch.tensor([1, 2, 3])
+    positions = torch.tensor([len(prompt) + len(output) for prompt, output, _ in texts], dtype=torch.int32)
+    got = shaping.forbid(logits, slots, params_of(rows), positions)
+    for index, (_, output, bad) in enumerate(texts):
+        one = slice(index, index + 1)
+        alone = shaping.forbid(logits[one], slots[one], params_of(rows[one]), positions[one])
+        assert torch.equal(alone[0], got[index])
+        want = logits[index].clone()
+        if index == 1:
+            want[[token for token in range(VOCAB) if token not in (0, 2, 36)]] = -math.inf
+        for *others, last in bad:
+            if len(others) <= len(output) and output[len(output) - len(others) :] == others:
+                want[last] = -math.inf
+        assert torch.equal(got[index], want)
+
+
+def test_the_longest_sequence_is_seen_whole() -> None:
+    """Its first token lies 15 back: with another one there it forbids nothing."""
+    shaping = Shaping(2, VOCAB, CPU)
+    output = list(range(1, BAD_SEQUENCE_TOKENS))
+    tokens = torch.frombuffer(bytearray(bad_rows([[*output, 20], [7, *output[1:], 21]])), dtype=torch.int32)
+    head = torch.tensor([[1, 0], [1, 1]], dtype=torch.int32)
+    shaping.set_bad_sequences(torch.cat([head, tokens.view(2, -1)], 1))
+    positions = torch.arange(3, 3 + len(output), dtype=torch.int32)
+    slots = torch.ones(len(output), dtype=torch.int64)
+    ends = torch.full_like(positions, 3 + len(output))
+    shaping.note_recent(slots, positions, torch.tensor(output, dtype=torch.int32), ends)
+    params = params_of([{"num_bad_sequences": 2, "first_output": 3}])
+    got = shaping.forbid(torch.zeros(1, VOCAB), torch.tensor([1]), params, ends[:1])
+    assert (got == -math.inf).nonzero().tolist() == [[0, 20]]
+
+
+def test_bad_words_that_leave_nothing_are_let_through() -> None:
+    """Both allowed tokens are bad: the allow list holds, and the row beside it, which may still choose, is held to its."""
+    shaping = Shaping(3, VOCAB, CPU)
+    head = torch.tensor([[1, 0], [1, 1], [2, 0]], dtype=torch.int32)
+    tokens = torch.frombuffer(bytearray(bad_rows([[3], [4], [3]])), dtype=torch.int32).view(3, -1)
+    shaping.set_bad_sequences(torch.cat([head, tokens], 1))
+    shaping.set_allow_lists(torch.tensor([[1, 0b11000, 0], [2, 0b11000, 0]], dtype=torch.int32))
+    rows: list[Row] = [{"num_bad_sequences": 2, "allow_listed": 1}, {"num_bad_sequences": 1, "allow_listed": 1}]
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
+    got = shaping.forbid(logits, torch.tensor([1, 2]), params_of(rows), torch.zeros(2, dtype=torch.int32))
+    assert [row.isfinite().nonzero().flatten().tolist() for row in got] == [[3, 4], [4]]
+    assert torch.equal(got[0, 3:5], logits[0, 3:5]) and got[1, 4] == logits[1, 4]
 
 
 def test_a_full_table_holds_the_last_entry() -> None:

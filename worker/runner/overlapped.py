@@ -37,7 +37,7 @@ RING_DEPTH = 64  # two core steps and every boundary stage that may ride along b
 
 SAMPLED = Variant.SAMPLE | Variant.FILTER
 # Penalties and logprobs are rare enough to share one form: a row that asks for neither gets the same token from it.
-FULL = SAMPLED | Variant.LOGITS | Variant.LOGPROBS
+FULL = SAMPLED | Variant.LOGITS | Variant.FORBID | Variant.LOGPROBS
 
 
 class Form(NamedTuple):

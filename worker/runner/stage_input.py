@@ -10,8 +10,10 @@ import numpy as np
 
 from depthbatch.common.frames import (
     ADJUSTMENT_FIELDS,
+    BAD_SEQUENCE_TOKENS,
     FORCED_TOKEN_FIELDS,
     MAX_ADJUSTMENTS,
+    MAX_BAD_SEQUENCES,
     ROW_AUX,
     ROW_FIELDS,
     ROW_LANE,
@@ -25,6 +27,7 @@ from depthbatch.common.frames import (
     SlotParamRows,
     Stage,
     lane_of,
+    mask_words,
     slot_param_rows,
     split_prefill_frame,
 )
@@ -89,6 +92,8 @@ class StageInput(NamedTuple):
     slot_params: SlotParamRows  # [n]
     chunks: PrefillFrame | None = None  # the frame of a prefill, cut
     adjustments: Int32Array = _NONE  # [n, 4]
+    bad_sequences: Int32Array = _NONE  # [n, 2 + BAD_SEQUENCE_TOKENS]
+    allow_lists: Int32Array = _NONE  # [n, 1 + mask_words(vocab_size)]
     targets: Int32Array = _NONE  # [n, 2]
     depths: Int32Array = _NONE  # [n_tokens], or none: r_max everywhere
     forced: Int32Array = _NONE  # [n, 2]: slot, token that it goes on with in place of a sampled one
@@ -212,6 +217,8 @@ def _with_extra(stage: StageInput, header: StageBatch, extra: StageExtra, limits
     _require(not decodes or forced_only, header, "a decode stage with extra inputs")
     whole = stage._replace(
         adjustments=_rows(header, "adjustments", extra.adjustments, ADJUSTMENT_FIELDS),
+        bad_sequences=_rows(header, "bad sequences", extra.bad_sequences, 2 + BAD_SEQUENCE_TOKENS),
+        allow_lists=_rows(header, "allow lists", extra.allow_lists, 1 + mask_words(limits.vocab_size)),
         targets=_rows(header, "targets", extra.targets, TARGET_FIELDS),
         depths=np.frombuffer(extra.depths, np.uint8).astype(np.int32),
         forced=_rows(header, "forced tokens", extra.forced_tokens, FORCED_TOKEN_FIELDS),
@@ -232,6 +239,14 @@ def _check_extra(stage: StageInput, header: StageBatch, limits: StageLimits) -> 
     _require(_within(slots, 1, limits.num_slots), header, "adjustment of a slot that does not exist")
     _require(_within(entries, 0, MAX_ADJUSTMENTS - 1), header, "adjustment outside the slot's table")
     _require(_within(tokens, 0, limits.vocab_size - 1), header, "adjusted token out of range")
+    slots, entries, last = stage.bad_sequences.T[[0, 1, -1]]
+    _require(_within(slots, 1, limits.num_slots), header, "bad sequence of a slot that does not exist")
+    _require(_within(entries, 0, MAX_BAD_SEQUENCES - 1), header, "bad sequence outside the slot's table")
+    _require(_within(stage.bad_sequences[:, 2:], -1, limits.vocab_size - 1), header, "bad token out of range")
+    _require(_within(last, 0, limits.vocab_size - 1), header, "bad sequence without a last token")
+    slots = stage.allow_lists[:, 0]
+    _require(_within(slots, 1, limits.num_slots), header, "allow list of a slot that does not exist")
+    _require(bool(stage.allow_lists[:, 1:].any(1).all()), header, "allow list that allows nothing")
     index, tokens = stage.targets.T
     _require(_within(index, 0, header.n_tokens - 1), header, "target outside the prompt tokens")
     _require(_within(tokens, 0, limits.vocab_size - 1), header, "target token out of range")

@@ -129,6 +129,10 @@ class Stages:
         shaping = self.slots.shaping
         if stage.adjustments.size:
             yield StateUpdate(shaping.set_adjustments, (stage.adjustments,))
+        if stage.bad_sequences.size:
+            yield StateUpdate(shaping.set_bad_sequences, (stage.bad_sequences,))
+        if stage.allow_lists.size:
+            yield StateUpdate(shaping.set_allow_lists, (stage.allow_lists,))
         if stage.stage is Stage.PRELUDE and stage.forced.size:
             yield StateUpdate(self.force_tokens, (stage.forced,))
         if masks is not None:
@@ -185,6 +189,8 @@ class Stages:
             fill = fill_of(self.layout, buffers.aux, self.r_max)
             table = self.slots.block_table
             self.backend.copy_planes(buffers.slots, positions, fill.source, fill.first, fill.end, table)
+        if Variant.FORBID in variant:
+            self.slots.shaping.note_recent(slots, positions, self.slots.token.index_select(0, lanes), positions + 1)
         item = self.slots.gather_item(lanes)
         hidden = self.model.coda(item, positions, self.attention(buffers))
         sampled = self._next_tokens(hidden, slots, self.slots.next_lanes(lanes), positions + 1, variant)
@@ -209,6 +215,9 @@ class Stages:
         if Variant.LOGITS in variant:
             is_output = rows.positions >= params.first_output
             self.slots.shaping.note_prompt(chunks.slots.long(), chunks.starts, token_slots, chunks.token_ids, is_output)
+        if Variant.FORBID in variant:
+            ends = (chunks.starts + chunks.lengths).repeat_interleave(chunks.lengths, output_size=len(token_slots))
+            self.slots.shaping.note_recent(token_slots, rows.positions, chunks.token_ids, ends)
         if chunks.forced is not None:
             slots = chunks.forced[:, 0].long()
             ends = torch.zeros_like(self.slots.params[:, 0])
@@ -279,6 +288,8 @@ class Stages:
         logits = self.model.logits(hidden)
         params, shaping = self.slots.gather_params(slots), self.slots.shaping
         shaped = shaping.apply(logits, slots, params, positions) if Variant.LOGITS in variant else logits
+        if Variant.FORBID in variant:
+            shaped = shaping.forbid(shaped, slots, params, positions)
         if Variant.CONSTRAIN in variant:
             shaped = shaping.constrain(shaped, slots, params)
         if Variant.SAMPLE in variant:
