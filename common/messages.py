@@ -190,7 +190,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     prompt_logprobs: bytes = b""
     cuts: bytes = b""
     failure: str = ""  # with "error": why the request's grammar cannot be followed
-    accepted_drafts: int = 0  # of the last event: drafts that were the token they stood for,
+    accepted_drafts: int = 0  # since the event before: drafts that were the token they stood for,
     rejected_drafts: int = 0  # and those that were not
 
 

@@ -31,6 +31,15 @@ class PrefixCacheStats(_Stats, frozen=True):
     hits: int
 
 
+class DraftStats(_Stats, frozen=True):
+    """Of the drafts that were read after so many loops. Those that are neither right nor wrong were dropped before the
+    token they stood for was known."""
+
+    started: int = 0
+    right: int = 0
+    wrong: int = 0
+
+
 class CoreStats(_Stats, frozen=True):
     """Of the scheduler core. Maps go by the label of stage, queue or reason."""
 
@@ -50,6 +59,8 @@ class CoreStats(_Stats, frozen=True):
     kv_usage: float = 0.0  # share of the blocks, 0 to 1
     queue_lengths: dict[str, int] = {}
     prefix_cache: PrefixCacheStats | None = None
+    draft_rows: int = 0  # of core steps: their input was not certain
+    drafts: dict[str, DraftStats] = {}  # by the loops after which they were read
 
 
 class WorkerStats(_Stats, frozen=True):

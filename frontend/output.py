@@ -19,6 +19,8 @@ class Growing:
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
+    accepted_drafts: int
+    rejected_drafts: int
 
     def append(self, later: "OutputDelta") -> None:
         self.text += later.text
@@ -26,6 +28,8 @@ class Growing:
         self.exit_depths += later.exit_depths
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
+        self.accepted_drafts += later.accepted_drafts
+        self.rejected_drafts += later.rejected_drafts
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -41,6 +45,8 @@ class OutputDelta(Growing):
     stop_reason: int | str | None = None  # the stop token id or stop string
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a new token, if asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, once
+    accepted_drafts: int = 0  # drafts that were the token they stood for (docs/speculation.md),
+    rejected_drafts: int = 0  # and those that were not; new ones
 
 
 class IndexedDelta(NamedTuple):
@@ -69,6 +75,8 @@ class RequestOutput(Growing):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, likewise
+    accepted_drafts: int = 0  # drafts that were the token they stood for (docs/speculation.md),
+    rejected_drafts: int = 0  # and those that were not
 
     @property
     def mean_exit_depth(self) -> float | None:
@@ -110,6 +118,7 @@ class OutputAssembler:
         """The delta of one event. A stop string ends it early with reason STOP."""
         ids = event.token_ids
         delta = OutputDelta(self._request_id, "", list(ids), list(event.exit_depths))
+        delta.accepted_drafts, delta.rejected_drafts = event.accepted_drafts, event.rejected_drafts
         if self._scored:
             self._read_scores(event, delta)
         if self._detokenizer is not None:

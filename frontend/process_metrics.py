@@ -83,6 +83,8 @@ def _core_families(core: CoreStats) -> Iterator[Metric]:
     yield _counter("lookahead_wasted_steps", "Rows run for requests that had ended.", core.lookahead_wasted_steps)
     yield _counter("stale_results", "Results of steps that were given up.", core.stale_results)
     yield _counter("dropped_tokens", "Tokens sampled for requests that had ended.", core.dropped_tokens)
+    if core.drafts:
+        yield from _draft_families(core)
     if core.prefix_cache is not None:
         cache = core.prefix_cache
         yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.queries)
@@ -90,6 +92,16 @@ def _core_families(core: CoreStats) -> Iterator[Metric]:
     yield _histogram("request_queue_time_seconds", "Arrival at the scheduler to first prefill.", core.queue_time_s)
     yield _histogram("exit_depth", "Loops an output token ran.", core.exit_depth)
     yield from _stage_families(core.stages)
+
+
+def _draft_families(core: CoreStats) -> Iterator[Metric]:
+    started = {loops: own.started for loops, own in core.drafts.items()}
+    right = {loops: own.right for loops, own in core.drafts.items()}
+    wrong = {loops: own.wrong for loops, own in core.drafts.items()}
+    yield _counter("spec_decode_num_draft_tokens", "Drafts, by the loops they were read after.", started, "depth")
+    yield _counter("spec_decode_num_accepted_tokens", "Drafts that were the token they stood for.", right, "depth")
+    yield _counter("spec_decode_num_rejected_tokens", "Drafts that were not.", wrong, "depth")
+    yield _counter("draft_rows", "Rows of core steps whose input was a guess.", core.draft_rows)
 
 
 def _stage_families(stages: Mapping[str, StageStats]) -> Iterator[Metric]:

@@ -171,8 +171,11 @@ class ZmqApi:
 
     async def _send_deltas(self, key: Key, deltas: AsyncGenerator[OutputDelta, None]) -> None:
         """Returns early when the client has gone: leaving closes the generator, which aborts the request."""
+        accepted = rejected = 0
         async for delta in deltas:
             there = True
+            accepted += delta.accepted_drafts
+            rejected += delta.rejected_drafts
             if delta.token_ids or delta.text:
                 there = self._router.reply(
                     key.peer,
@@ -190,6 +193,8 @@ class ZmqApi:
                     id=key.id,
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
+                    accepted_drafts=accepted,
+                    rejected_drafts=rejected,
                 )
             if not there:
                 return

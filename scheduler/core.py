@@ -148,6 +148,7 @@ class Scheduler:
             kv_usage=1.0 - self.admission.blocks.free / self.config.usable_blocks,
             queue_lengths={name: int(getattr(view, name)) for name in ("q_p", "q_d", "q_r", "q_c")},
             prefix_cache=None if prefixes is None else PrefixCacheStats(prefixes.queries, prefixes.hits),
+            drafts={} if self.admission.chains is None else self.admission.chains.draft_stats(),
         )
 
     def verify(self) -> None:
@@ -253,7 +254,15 @@ class Scheduler:
             if reason is not None:
                 self._finish(request, token, depth, reason, logprobs)
             else:
-                event = TokenEvent(request.request_id, (token,), (depth,), logprobs=logprobs)
+                event = TokenEvent(
+                    request.request_id,
+                    (token,),
+                    (depth,),
+                    logprobs=logprobs,
+                    accepted_drafts=request.accepted_drafts,
+                    rejected_drafts=request.rejected_drafts,
+                )
+                request.accepted_drafts = request.rejected_drafts = 0
                 self._requests.events.append(event)
         return tuple([each.depth for each in committed])
 

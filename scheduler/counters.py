@@ -32,6 +32,7 @@ class Counters:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0
+        self.draft_rows = 0  # of core steps
         self.lookahead_wasted_steps = 0
         self.stale_results = 0  # answers for steps that are no longer in flight
         self.dropped_tokens = 0  # sampled for requests that had ended, or known before
@@ -70,6 +71,7 @@ class Counters:
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             preemptions=self.preemptions,
+            draft_rows=self.draft_rows,
             lookahead_wasted_steps=self.lookahead_wasted_steps,
             stale_results=self.stale_results,
             dropped_tokens=self.dropped_tokens,

@@ -59,6 +59,7 @@ class Dispatch:
         lanes = rows.in_phase(READY)
         loops = rows.begin_loop(lanes)
         if self._chains is not None and self._chains.chained:
+            self._counters.draft_rows += int(np.count_nonzero(self._chains.guess[lanes]))
             self._chains.hold(lanes[rows.phase[lanes] == EXITED])
             self._chains.block(lanes)
         gated = rows.any_of("gated", lanes)

@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from depthbatch.common.frames import Int32Array, lane_of
+from depthbatch.common.stats import DraftStats
 from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import (
@@ -165,6 +166,11 @@ class Chains:
         fits = len(chain) <= rows.lanes and set(chain) == taken and not self.guess[chain[0]]
         fits = fits and rows.position[chain].tolist() == list(range(base, tail + 1))
         return fits and self._follows[chain].tolist() == [False] + [True] * (len(chain) - 1)
+
+    def draft_stats(self) -> dict[str, DraftStats]:
+        """Of the loops after which any draft was read."""
+        counts = zip(self.started.tolist(), self.right.tolist(), self.wrong.tolist(), strict=True)
+        return {str(loops): DraftStats(*each) for loops, each in enumerate(counts) if each[0]}
 
     # --- rows advance
 

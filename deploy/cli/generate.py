@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from depthbatch.common.config import add_config_arguments, config_from_sources, to_toml
+from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, to_toml
 from depthbatch.common.errors import RequestError
-from depthbatch.deploy.cli.request_options import SHARED_OPTIONS
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.output import OutputDelta, RequestOutput
 from depthbatch.frontend.params import SamplingParams, add_number_argument
@@ -75,7 +74,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = [name for name in SamplingParams.__struct_fields__ if name not in SHARED_OPTIONS]
+    names = [name for name in SamplingParams.__struct_fields__ if name not in FIELDS]
     return SamplingParams(**{name: getattr(args, name) for name in names if name in args})
 
 

@@ -3,4 +3,5 @@
 from depthbatch.common.config import FIELDS
 from depthbatch.frontend.params import SamplingParams
 
-SHARED_OPTIONS = tuple(name for name in FIELDS if name in SamplingParams.__annotations__)
+# --speculation is the engine's alone: how many draft lanes; a request's field of that name says whether it may have any
+SHARED_OPTIONS = tuple(name for name in FIELDS if name in SamplingParams.__annotations__ and name != "speculation")

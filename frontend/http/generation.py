@@ -177,9 +177,14 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     loops: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
     _prefill_loops: dict[int, int] = field(default_factory=dict)  # by choice
 
-    def add(self, choice: int, exit_depths: Sequence[int]) -> None:
+    def add(self, choice: int, delta: OutputDelta) -> None:
+        self.accepted_drafts += delta.accepted_drafts
+        self.rejected_drafts += delta.rejected_drafts
+        exit_depths = delta.exit_depths
         if exit_depths:
             self.completion_tokens += len(exit_depths)
             self.loops += sum(exit_depths)
@@ -194,6 +199,10 @@ class Tally:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "mean_exit_depth": loops / decoded if decoded else None,
             "loops": self.loops,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_drafts,
+                "rejected_prediction_tokens": self.rejected_drafts,
+            },
         }
 
 
@@ -292,7 +301,7 @@ class Call:
             raise ApiError(504, f"timeout_s: not finished after {self._timeout_s:g} s", code="timeout")
         choice.timer.tokens(news.exit_depths, news.finish_reason, time.monotonic())
         delta = self._spelling.shown(news)
-        self._tally.add(choice.index, delta.exit_depths)
+        self._tally.add(choice.index, delta)
         return delta
 
     def _whole(self, choice: Choice, output: OutputDelta) -> dict[str, Any]:

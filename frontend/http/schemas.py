@@ -122,7 +122,7 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     min_tokens: int | None = ranged("min_tokens")
     ignore_eos: bool | None = None
-    speculation: bool | None = None
+    speculation: bool | None = Field(None, description="false: no draft lanes; the output is the same")
     presence_penalty: float | None = ranged("presence_penalty", "off tokens that the output holds")
     frequency_penalty: float | None = ranged("frequency_penalty", "the same, times how often")
     repetition_penalty: float | None = ranged("repetition_penalty", "of tokens in prompt or output; 1: off")
@@ -228,12 +228,18 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+class TokenDetails(BaseModel):
+    accepted_prediction_tokens: int = Field(description="drafts that were the token they stood for")
+    rejected_prediction_tokens: int = Field(description="drafts that were not")
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     mean_exit_depth: float | None = Field(description="loops a decoded token took (the first token comes from prefill)")
     loops: int = Field(description="core steps spent on the output tokens")
+    completion_tokens_details: TokenDetails
 
 
 class Choice(BaseModel):

@@ -135,6 +135,7 @@ def test_unicode_separators_do_not_end_a_line(run_chat: Callable[..., tuple[int,
     [
         (("http://127.0.0.1:1", "--exit-threshold", "abc"), "--exit-threshold.*abc"),
         (("http://127.0.0.1:1", "--max-num-seqs", "4"), "--max-num-seqs.*http://127.0.0.1:1"),
+        (("http://127.0.0.1:1", "--speculation", "2"), "--speculation.*http://127.0.0.1:1"),
         (("http://127.0.0.1:1", "--config", "x.toml"), "--config.*http://127.0.0.1:1"),
         (("http://127.0.0.1:abc",), "http://127.0.0.1:abc is not a URL"),
         (("http://[::1",), "is not a URL"),

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from depthbatch.common.messages import SchedulerStats
-from depthbatch.common.stats import PrefixCacheStats, WorkerStats
+from depthbatch.common.stats import DraftStats, PrefixCacheStats, WorkerStats
 from depthbatch.frontend.health import EngineHealth, ProcessHealth
 from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.process_metrics import UNEXPORTED, ProcessCollector, flat_stats, scheduler_families
@@ -38,7 +38,11 @@ def full_stats() -> SchedulerStats:
     counters = Counters(width=8, r_max=4)
     counters.rejected("prompt")
     core = msgspec.structs.replace(
-        counters.stats(), queue_lengths={"q_p": 0}, prefix_cache=PrefixCacheStats(queries=3, hits=1)
+        counters.stats(),
+        queue_lengths={"q_p": 0},
+        prefix_cache=PrefixCacheStats(queries=3, hits=1),
+        draft_rows=11,
+        drafts={"1": DraftStats(started=9, right=5, wrong=2), "2": DraftStats(started=1)},
     )
     return SchedulerStats(core, WorkerStats(1.0, 2.0, 3.0), {"schedule": 0.5}, {"0.50": 40.0})
 
@@ -87,7 +91,7 @@ def test_scheduler_counters_become_valid_exposition() -> None:
     families = {family.name: family for family in _families(generate_latest(registry))}
     wanted = {family.name for family in scheduler_families(stats)}
     assert set(families) == (wanted - UNEXPORTED) | {"depthbatch:process_restarts"}
-    assert wanted > UNEXPORTED and len(wanted) == 26
+    assert wanted > UNEXPORTED and len(wanted) == 30
     sizes = families["depthbatch:stage_batch_size"]
     assert sizes.type == "histogram"
     stages = {sample.labels["stage"] for sample in sizes.samples}
@@ -118,6 +122,10 @@ def test_flat_names_are_those_of_the_apis() -> None:
     assert values['admission_rejections_total{reason="prompt"}'] == 1.0
     names = {name.partition("{")[0] for name in values}
     assert {"prefix_cache_hits_total", "num_requests_running", "kv_cache_usage_perc", "decode_errors_total"} < names
+    assert values['spec_decode_num_draft_tokens_total{depth="1"}'] == 9.0 and values["draft_rows_total"] == 11.0
+    assert values['spec_decode_num_accepted_tokens_total{depth="1"}'] == 5.0
+    assert values['spec_decode_num_rejected_tokens_total{depth="1"}'] == 2.0
+    assert values['spec_decode_num_accepted_tokens_total{depth="2"}'] == 0.0
     buckets = [name for name in values if name.startswith("stage_batch_size_bucket") and "core" in name]
     assert buckets == [f'stage_batch_size_bucket{{stage="core",le="{bound}"}}' for bound in range(1, 9)]
     assert values['stage_batch_size_count{stage="core"}'] == values["exit_depth_sum"] == 0.0

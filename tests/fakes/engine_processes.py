@@ -139,7 +139,10 @@ class FakeScheduler:
                 reason = "stop"
             elif index + 1 >= message.params.max_tokens:
                 reason = "length"
-            event = TokenEvent(request_id, (token,), (depth(index),), reason, token if reason == "stop" else None)
+            drafts = {"accepted_drafts": 1, "rejected_drafts": index % 2} if message.params.speculation else {}
+            event = TokenEvent(
+                request_id, (token,), (depth(index),), reason, token if reason == "stop" else None, **drafts
+            )
             gone = not self.router.send(peer, Tokens((event,)))
             if reason is not None or gone:
                 del self.running[request_id]

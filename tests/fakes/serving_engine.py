@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from depthbatch.common.frames import MAX_LOGPROBS
@@ -54,6 +55,11 @@ def fake_token(prompt: list[int], seed: int, position: int) -> int:
 def fake_logprob(token: int) -> float:
     """Of any token anywhere: multiples of 1/64, so that they survive float32."""
     return -(1 + token % 7) / 64
+
+
+def fake_drafts(position: int) -> tuple[int, int]:
+    """Accepted and rejected with the token at an output position."""
+    return int(position % 3 == 1), int(position % 5 == 2)
 
 
 def fake_scores(tokens: list[int]) -> bytes:
@@ -198,4 +204,6 @@ class FakeEngine:
         stop = token in resolved.stop_token_ids and enough
         last = FinishReason.LENGTH if position + 1 == resolved.max_tokens else None
         reason = FinishReason.STOP if stop else last
-        return TokenEvent(0, (token,), (depth,), reason, token if stop else None, scores, prompt_scores)
+        accepted, rejected = fake_drafts(position) if resolved.speculation else (0, 0)
+        event = TokenEvent(0, (token,), (depth,), reason, token if stop else None, scores, prompt_scores)
+        return msgspec.structs.replace(event, accepted_drafts=accepted, rejected_drafts=rejected)

@@ -45,6 +45,7 @@ def test_outputs_in_order_of_prompts(llm: LLM) -> None:
         assert output.prompt_token_ids == prompt and output.finish_reason == "length"
         assert output.token_ids == expected(prompt, own.max_tokens or 0)
         assert output.exit_depths == [depth(i) for i in range(len(output.token_ids))]
+        assert (output.accepted_drafts, output.rejected_drafts) == (len(output.token_ids), len(output.token_ids) // 2)
         assert llm.tokenizer is not None and output.text == llm.tokenizer.decode(output.token_ids)
     assert seen == [(i + 1, 200) for i in range(200)]
 

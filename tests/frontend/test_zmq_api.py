@@ -59,8 +59,11 @@ def test_session(address: str) -> None:
         assert [token for piece in pieces for token in piece["token_ids"]] == [next_token([7], i) for i in range(9)]
         assert all(len(piece["token_ids"]) == len(piece["exit_depths"]) for piece in pieces)
         assert (last["type"], last["finish_reason"]) == ("finished", "length")
+        assert (last["accepted_drafts"], last["rejected_drafts"]) == (9, 4)
         assert client.ask("health")["status"] == "ok"
         assert client.ask("stats")["values"]["prompt_tokens_total"] == 1
+        *_, without = client.generate([7], max_tokens=9, speculation=False)
+        assert (without["accepted_drafts"], without["rejected_drafts"]) == (0, 0)
         with pytest.raises(RuntimeError, match="max_tokens"):
             list(client.generate([7], max_tokens=0))
         client.close()

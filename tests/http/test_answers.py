@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fakes.http_server import LiveServer
-from fakes.serving_engine import NATURAL_LENGTH, R_MAX, fake_logprob
+from fakes.serving_engine import NATURAL_LENGTH, R_MAX, fake_drafts, fake_logprob
 
 
 def events(http: httpx.Client, path: str, body: dict) -> list[dict]:
@@ -88,6 +88,19 @@ def test_depths_and_usage(http: httpx.Client) -> None:
     assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == usage
     streamed = [depth for piece in pieces[:-1] for depth in piece["choices"][0]["exit_depths"]]
     assert streamed == choice["exit_depths"]
+
+
+def test_drafts_in_usage(http: httpx.Client) -> None:
+    """Drafts that were right and wrong, of all choices together, under OpenAI's names; a request without has none."""
+    body = {"prompt": ["a", "b"], "max_tokens": 9}
+    details = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
+    accepted, rejected = map(sum, zip(*map(fake_drafts, range(9)), strict=True))
+    assert details == {"accepted_prediction_tokens": 2 * accepted, "rejected_prediction_tokens": 2 * rejected}
+    assert accepted > rejected > 0
+    pieces = events(http, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert pieces[-1]["usage"]["completion_tokens_details"] == details
+    without = http.post("/v1/completions", json={**body, "speculation": False}).json()["usage"]
+    assert set(without["completion_tokens_details"].values()) == {0}
 
 
 def test_depth_fields_reach_the_engine(http: httpx.Client) -> None:
