@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from depthbatch.common.errors import ModelError, RequestError
-from depthbatch.frontend.chat_template import ChatTemplate
+from depthbatch.frontend.chat_template import ChatTemplate, chosen_template
 from depthbatch.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from depthbatch.frontend.params import ContextLengthError
 
@@ -47,12 +47,26 @@ def _converted(directory: Path) -> Backend:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with the chat template of the file beside it where there is one."""
-    path, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+    """tokenizer_config.json, with special tokens and a chat template of files beside it where there are any."""
+    config: dict[str, Any] = {**_json_file(directory / "special_tokens_map.json")}
+    config |= {
+        name: value for name, value in _json_file(directory / "tokenizer_config.json").items() if value is not None
+    }
+    if template := _json_file(directory / "chat_template.json").get("chat_template"):
+        config["chat_template"] = template
+    if (path := directory / "chat_template.jinja").is_file():
+        config["chat_template"] = path.read_text(encoding="utf-8-sig")
     return config
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    """What the file holds; nothing where there is none. A byte-order mark is no part of it."""
+    if not path.is_file():
+        return {}
+    values = json.loads(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(values, dict):
+        raise ModelError(f"{path.name} must hold an object")
+    return values
 
 
 class Tokenizer:
@@ -71,9 +85,8 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size()
         names = self.special_names = _special_names(config)  # bos_token, eos_token, ... -> text
         self.eos_token_id: int | None = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
-        source = config.get("chat_template")
-        self.chat_template: str | None = source if isinstance(source, str) else None
-        self._chat_template = ChatTemplate(source, names) if isinstance(source, str) else None
+        source = self.chat_template = chosen_template(config.get("chat_template"))
+        self._chat_template = ChatTemplate(source, _template_names(config), self._special.values()) if source else None
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of a text. ``add_special_tokens``: what the model expects around it (bos, say).
@@ -112,24 +125,16 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template", "messages")
-        contents = [message.get("content") for message in messages]
-        hostile = {
-            i: content
-            for i, content in enumerate(contents)
-            if isinstance(content, str) and any(special in content for special in self._special.values())
-        }
-        marked = [{**message, "content": _mark(i)} if i in hostile else message for i, message in enumerate(messages)]
-        text = self._chat_template.render(marked, **template_options)
+        text, quotes = self._chat_template.render(messages, **template_options)
         if max_tokens is not None:
-            fewest = sum(map(self.fewest_tokens, (text, *hostile.values())))
-            check_fewest(fewest, max_tokens, "messages")
+            check_fewest(self.fewest_tokens(text), max_tokens, "messages")
         ids: list[int] = []
-        for i, content in hostile.items():
-            before, found, text = text.partition(_mark(i))
-            ids += self.encode(before, add_special_tokens=False, allow_special=True)
-            if found:
-                ids += self.encode(content, add_special_tokens=False)
-        return ids + self.encode(text, add_special_tokens=False, allow_special=True)
+        done = 0
+        for start, end in quotes():
+            ids += self.encode(text[done:start], add_special_tokens=False, allow_special=True)
+            ids += self.encode(text[start:end], add_special_tokens=False)
+            done = end
+        return ids + self.encode(text[done:], add_special_tokens=False, allow_special=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence, special tokens left out."""
@@ -214,13 +219,19 @@ def _is_byte_level(backend: Backend) -> bool:
 
 def _special_names(config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, ... -> text; written as a string or as a map with ``content``."""
-    names = {}
-    for key, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            names[key] = text
+    texts = {key: _token_text(value) for key, value in config.items() if key.endswith("_token")}
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+def _template_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What chat templates find by name: the special tokens, and the list of additional ones."""
+    names: dict[str, Any] = dict(_special_names(config))
+    more = config.get("additional_special_tokens")
+    if isinstance(more, list):
+        names["additional_special_tokens"] = [text for text in map(_token_text, more) if text is not None]
     return names
 
 
-def _mark(index: int) -> str:
-    return f"\ue000{index}\ue001"  # private use: no template writes these
+def _token_text(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

@@ -230,7 +230,7 @@ def test_chat() -> None:
     assert ids.count(end) == 1 and hostile in tokenizer.decode(ids)
     open_ended = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
     ids = tokenizer.encode_chat(open_ended, continue_final_message=True, add_generation_prompt=False)
-    assert tokenizer.decode(ids).endswith("Well,")
+    assert tokenizer.decode(ids).endswith("Well, ")
 
 
 def test_chat_without_template() -> None:
