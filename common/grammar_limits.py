@@ -9,5 +9,5 @@ STEP_CPU_S = 0.1  # tokens taken and the next mask; in a vocabulary of 49,152 ma
 MEMORY_BYTES = 128 << 20  # beyond the vocabulary, which all share
 TOKENS_A_STEP = 64  # of a sequence that is told again, within one STEP_CPU_S
 
-ANSWER_WALL_S = 1.0  # that stages wait for a mask; more than the CPU limits only where cores are short
+ANSWER_WALL_S = 10.0  # that a stage waits for masks: what CPU limits cannot bound, a process that is stopped, say
 COMPILE_WALL_S = 5.0  # that a request waits at the edge, once its turn has come

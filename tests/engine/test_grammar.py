@@ -15,9 +15,11 @@ from engine.test_lockstep import engine
 from msgspec import structs
 from tokenizers import Tokenizer
 
+from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import RequestParams, Submit, Variant
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.grammar import grammar_text
+from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.runner.overlapped import OverlappedRunner
@@ -168,9 +170,11 @@ def test_grammars_with_penalties_bias_and_logprobs(model: Path) -> None:
 
 
 def test_without_a_tokenizer_a_grammar_is_refused() -> None:
-    """The engine says that it has none, and the scheduler refuses what the edge would have."""
+    """The engine says that it has none, and the edge refuses, by the field."""
     running = engine(OURO, "last_exited")
     assert not running.built.info.grammars
-    scheduler = Scheduler(SchedulerConfig.resolve(running.config, running.built.info))
-    rejected = scheduler.submit(Submit(1, b"\1\0\0\0", RequestParams(max_tokens=1, max_loops=4, grammar="start: /a/")))
-    assert rejected is not None and rejected.param == "grammar"
+    defaults = RequestDefaults(running.built.info, seed=0)
+    with pytest.raises(RequestError) as refused:
+        defaults.resolve(SamplingParams(max_tokens=1, regex="a"), 1, 0)
+    assert refused.value.param == "regex"
+    assert defaults.resolve(SamplingParams(max_tokens=1), 1, 0).grammar == ""
