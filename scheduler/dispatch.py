@@ -87,6 +87,8 @@ class Dispatch:
             requests = tuple([None if known else request for request, known in zip(requests, forced, strict=True)])
         step.requests = requests
         step.depths = tuple(depths.tolist())
+        if self._chains is not None:
+            self._chains.go_on(slots)
         last = rows.begin_coda(slots)
         for request in requests:
             if request is not None:

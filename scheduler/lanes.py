@@ -212,13 +212,18 @@ class Chains:
         final = np.arange(read.size) < finals.size
         successors = self._succeed(read, final)
         record = CodaRows(index, read, rows.epoch[read], final, successors, rows.epoch[successors])
-        if plain.size:  # RowState carries their successors
-            slots, positions = rows.slot[plain], rows.position[plain] + 1
-            self._base[slots] = self._tail[slots] = positions
-            self._start(lane_of(slots, positions, rows.width, rows.lanes), False, 0)
+        self.go_on(plain)
         if self._ordered:
             self._release_held(finals)
         return plain, record
+
+    def go_on(self, finals: SlotArray) -> None:
+        """Finals that are as without speculation are dispatched; RowState carries their successors."""
+        if finals.size:
+            rows = self._rows
+            slots, positions = rows.slot[finals], rows.position[finals] + 1
+            self._base[slots] = self._tail[slots] = positions
+            self._start(lane_of(slots, positions, rows.width, rows.lanes), False, 0)
 
     def drop_unfed(self) -> int:
         """Drafts that wait for prelude and lack a block give up their row; how many."""

@@ -10,7 +10,9 @@ import numpy as np
 from depthbatch.common.messages import Submit, TokenEvent
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.policy.view import Policy
 from depthbatch.scheduler.stage_batch import ScheduledStage
+from fakes.paged_model import plain_decode
 from fakes.paged_worker import PagedWorker
 
 
@@ -28,10 +30,14 @@ class Answer:
 class Lockstep:
     """Scheduler and worker in one thread. Every event is checked against the rules of a stream."""
 
-    def __init__(self, config: SchedulerConfig, verify_every: int = 1) -> None:
+    def __init__(
+        self, config: SchedulerConfig, verify_every: int = 1, acceptance: float = 0.0, policy: Policy | None = None
+    ) -> None:
+        """``acceptance``: how often drafts are right. ``policy``: in place of the config's."""
         self.config = config
-        self.scheduler = Scheduler(config)
-        self.worker = PagedWorker(config)
+        self._policy = policy
+        self.scheduler = Scheduler(config, policy)
+        self.worker = PagedWorker(config, acceptance)
         self.results: deque = deque()
         self.submits: dict[int, Submit] = {}
         self.answers: dict[int, Answer] = {}
@@ -50,6 +56,9 @@ class Lockstep:
         else:
             generated = np.frombuffer(submit.generated, "<i4").tolist()
             self.submits[submit.request_id] = submit
+            if self.config.draft_lanes:
+                prompt = np.frombuffer(submit.prompt, "<i4").tolist()
+                self.worker.truth[submit.params.seed] = plain_decode(prompt, submit.params, self.config).tokens
             self.answers[submit.request_id] = Answer(tokens=generated, depths=list(submit.generated_depths))
         self._settle(self.scheduler.drain_events())
         return refusal is None
@@ -71,7 +80,7 @@ class Lockstep:
     def lose_scheduler(self) -> None:
         """It dies, and its worker with it; what is unanswered is submitted again with what has been seen of it."""
         self.results.clear()
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, self._policy)
         self._start_worker()
         for request_id, answer in self.answers.items():
             if answer.finish_reason is None:
@@ -84,9 +93,9 @@ class Lockstep:
         self._settle(self.scheduler.drain_events())
 
     def _start_worker(self) -> None:
-        former, self.worker = self.worker, PagedWorker(self.config)
+        former, self.worker = self.worker, PagedWorker(self.config, self.worker.acceptance)
         self.worker.last_step_id = self.scheduler._dispatch.next_step_id - 1
-        self.worker.cuts = former.cuts
+        self.worker.cuts, self.worker.truth = former.cuts, former.truth
         self.worker.rebuilt, self.worker.forced = former.rebuilt, former.forced
 
     def dispatch(self) -> ScheduledStage | None:
@@ -153,5 +162,6 @@ class Lockstep:
         if self._operations % self._verify_every == 0:
             self.scheduler.verify()
             view, scheduler = self.scheduler.view, self.scheduler
-            assert view.q_d + view.q_r + view.q_c <= self.config.max_num_seqs
+            lanes = self.config.max_num_seqs * (1 + self.config.draft_lanes)
+            assert view.q_d + view.q_r + view.q_c <= lanes
             assert scheduler.num_running + scheduler.num_waiting <= scheduler.num_unfinished

@@ -1,88 +1,39 @@
-"""A worker without tensors that believes nothing: it keeps what every block and slot holds and checks each frame.
+"""A worker without tensors that believes nothing: it keeps what every block, slot and lane holds and checks each frame.
 
-KV entries and work items are integers, hashed from what a row reads. A row that reads anything its own sequence did
-not write raises at once, so slots and blocks handed on too early cannot go unnoticed. Tokens are a function of the
-whole context, so a wrong token anywhere changes all later ones. ``plain_decode`` is the batch-1 reference: it has
-neither blocks, slots, stages nor batches. With prefix caching a sequence may start behind whole blocks of others; what
-it finds there must stay as it is for as long as it reads it, and a token of another prompt in it changes its output.
+It runs the model of ``paged_model``. A row that reads anything but what its own sequence's tokens have left in the
+plane it reads raises at once: blocks handed on too early, planes that are not written or not filled, entries of a token
+that was dropped, and entries that another row of the same stage writes cannot go unnoticed. Tokens are a function of the
+whole context, so a wrong token anywhere changes all later ones. With prefix caching a sequence may start behind whole
+blocks of others; what it finds there must stay as it is for as long as it reads it, and a token of another prompt in it
+changes its output.
 
 The cache remembers how deep each token went, as a real model's does, so a sequence that is rebuilt with one depth wrong
 says something else from there on. What a rebuilt sequence must be told is checked against what this worker gave it: no
 token of its own through prefill where loops share a plane, and its prompt cut where it was.
+
+Drafts are right as often as ``acceptance`` says. Only a readout whose coda layers have seen final entries says what the
+model says; any other says a draft, whatever the scheduler takes it for.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from depthbatch.common.frames import ROW_AUX, ROW_POSITION, ROW_SLOT, Stage, slot_param_rows, split_prefill_frame
+from depthbatch.common.frames import (
+    ROW_AUX,
+    ROW_LANE,
+    ROW_POSITION,
+    ROW_SLOT,
+    Stage,
+    lane_of,
+    slot_param_rows,
+    split_prefill_frame,
+)
 from depthbatch.common.gates import Gate
-from depthbatch.common.messages import RequestParams, StageExtra, StageResult, Variant
+from depthbatch.common.messages import StageExtra, StageResult, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.stage_batch import ScheduledStage
-
-
-def entry(token: int, position: int, depth: int) -> int:
-    """What the cache holds for a token."""
-    return hash((token, position, depth))
-
-
-def sample(context: Sequence[int], depth: int, vocab_size: int) -> int:
-    """The next token after a context of cache entries."""
-    return (hash((tuple(context), depth)) >> 7) % vocab_size
-
-
-def gate_fires(seed: int, position: int, loop: int) -> bool:
-    """The fake gate's decision at a loop."""
-    return hash((seed, position, loop, 17)) % 3 == 0
-
-
-def predicted_depth(seed: int, position: int) -> int:
-    """The fake pre-loop gate."""
-    return 1 + hash((seed, position, 23)) % 6
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What a request must give when nothing interferes."""
-
-    tokens: list[int]
-    depths: list[int]
-    finish_reason: str
-
-
-def exit_depth(params: RequestParams, position: int, index: int) -> int:
-    """Depth of decode token ``index`` at ``position``, straight from the agreed semantics."""
-    gate = params.gate
-    if gate is Gate.REPLAY:
-        recorded = params.exit_depths
-        return min(recorded[index], params.max_loops) if index < len(recorded) else params.max_loops
-    if gate is Gate.PRELOOP:
-        return max(params.min_loops, min(predicted_depth(params.seed, position), params.max_loops))
-    # The fake model has a convergence test, which OWN and DELAYED are then too: only LOOKAHEAD is cumulative.
-    if gate.decides_on_device and (gate is not Gate.LOOKAHEAD or params.exit_threshold < 1.0):
-        for loop in range(1, params.max_loops):
-            if loop + gate.delay >= params.min_loops and gate_fires(params.seed, position, loop):
-                return min(loop + gate.delay, params.max_loops)
-    return params.max_loops
-
-
-def plain_decode(prompt: Sequence[int], params: RequestParams, config: SchedulerConfig) -> Decoded:
-    """One sequence, one token at a time."""
-    context = [entry(token, position, config.r_max) for position, token in enumerate(prompt)]
-    tokens, depths = [sample(context, config.r_max, config.vocab_size)], [config.r_max]
-    limit = min(params.max_tokens, config.max_model_len - len(prompt))
-    while True:
-        if tokens[-1] in params.stop_token_ids and len(tokens) > params.min_tokens:
-            return Decoded(tokens, depths, "stop")
-        if len(tokens) >= limit:
-            return Decoded(tokens, depths, "length")
-        position = len(prompt) + len(tokens) - 1
-        depth = exit_depth(params, position, len(tokens) - 1)
-        context.append(entry(tokens[-1], position, depth))
-        tokens.append(sample(context, depth, config.vocab_size))
-        depths.append(depth)
+from fakes.paged_model import draft, entry, gate_fires, leave, predicted_depth, sample, seen, think
 
 
 def forced_tokens(extra: StageExtra) -> dict[int, int]:
@@ -92,47 +43,86 @@ def forced_tokens(extra: StageExtra) -> dict[int, int]:
     return dict(pairs)
 
 
+@dataclass(slots=True, eq=False)
 class Cell:
     """One position of one block: who wrote it, for which position, and what."""
 
-    __slots__ = ("owner", "position", "value")
+    owner: int  # sequence
+    position: int
+    writer: int  # the token at that position: a new number each time it is started
+    planes: dict[int, tuple[int, int]] = field(default_factory=dict)  # value, step that wrote it
+    left: tuple[int, int] | None = None  # the coda layers' final entry, likewise
 
-    def __init__(self, owner: int, position: int, value: int) -> None:
-        self.owner, self.position, self.value = owner, position, value
+    def values(self) -> tuple[dict[int, int], int | None]:
+        return {plane: value for plane, (value, _) in self.planes.items()}, self.left and self.left[0]
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Slot:
     """Device state of a slot."""
 
     sequence: int = 0  # incarnation: a new one with every prefill from 0
-    expects: tuple[Stage, ...] = ()
+    prefilling: bool = False
     prefilled: int = 0
-    token: int = -1
-    position: int = -1
-    loop: int = 0
-    context: list[int] = field(default_factory=list)
+    decoded: int = -1  # last position that was started
+    forced: int = -1  # token that decode goes on with
     table: dict[int, int] = field(default_factory=dict)
+    writers: list[int] = field(default_factory=list)  # by position
     cuts: list[int] = field(default_factory=list)  # tokens of each chunk of its prefill
-    adopted: list[int] = field(default_factory=list)  # entries of the cached blocks it started with
+    adopted: list[tuple] = field(default_factory=list)  # values of the cached blocks it started with
     params: np.ndarray | None = None
+
+    @property
+    def seed(self) -> int:
+        return int(self.params["seed_low"])
+
+    @property
+    def filters(self) -> bool:
+        row = self.params
+        return bool((row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0) and row["temperature"] > 0)
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Device state of a token on its way."""
+
+    sequence: int
+    position: int
+    writer: int
+    behind: int  # writer of the position before
+    token: int
+    loop: int = 0
+    state: int = 0
+    exits: int = 0  # times that it was read for good
+
+    @property
+    def running(self) -> bool:
+        return not self.exits
+
+
+Row = tuple[Slot, int, int, int]  # slot, lane, position, aux
 
 
 class PagedWorker:
     """Executes stages strictly in the order given."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, acceptance: float = 0.0) -> None:
         self.config = config
+        self.acceptance = acceptance
         self.shared = not config.kv_layout.keeps_every_loop(config.r_max)
         self.cuts: dict[int, list[int]] = {}  # by seed, of prompts that have given their first token
+        self.truth: dict[int, list[int]] = {}  # by seed, what drafts are to guess
         self.rebuilt = self.forced = 0  # sequences that went on with a forced token; tokens fed a second time
         self.slots = [Slot() for _ in range(config.max_num_seqs + 1)]
+        self.lanes: list[Lane | None] = [None] * ((1 + config.draft_lanes) * config.max_num_seqs + 1)
+        self.tokens: list[tuple[int, int, int] | None] = [None] * len(self.lanes)  # sequence, position, token to start
         self.cells: dict[tuple[int, int], Cell] = {}
-        self.sequences = 0
+        self.sequences = self.writers = 0
         self.adopted = 0  # tokens found in cached blocks
         self.last_step_id = 0
-        self.core_rows = 0
+        self.core_rows = self.draft_rows = 0
         self.mixed_depths = 0  # most different loops in one core batch
+        self.longest_chain = 0  # most rows of one sequence in one core batch
 
     def execute(self, stage: ScheduledStage) -> StageResult:
         header = stage.header
@@ -157,21 +147,23 @@ class PagedWorker:
             predicted_depths=bytes(said) if header.stage == Stage.PRELUDE else b"",
         )
 
-    def _check_rows(self, stage: ScheduledStage) -> list[tuple[Slot, int, int]]:
-        """Frame invariants; returns (slot, position, aux) a row."""
+    def _check_rows(self, stage: ScheduledStage) -> list[Row]:
+        """Frame invariants; returns the rows."""
         header, frame, config = stage.header, stage.frame, self.config
+        width, lanes = config.max_num_seqs, 1 + config.draft_lanes
         assert frame.dtype == np.int32 and frame.flags.c_contiguous and frame.shape == (4, header.bucket)
-        assert header.bucket in config.buckets and 1 <= header.rows <= min(header.bucket, config.max_num_seqs)
+        assert header.bucket in config.buckets and 1 <= header.rows <= min(header.bucket, width * lanes)
         assert not any(bucket >= header.rows for bucket in config.buckets if bucket < header.bucket)
         assert not frame[:, header.rows :].any(), "padding rows are all zero"
         assert stage.slot_params is None and header.n_slot_params == 0
-        slots = frame[ROW_SLOT, : header.rows].tolist()
-        assert len(set(slots)) == len(slots) and min(slots) >= 1 and max(slots) <= config.max_num_seqs
-        rows = []
-        for index, number in enumerate(slots):
+        rows, used = [], set()
+        for number, position, aux, lane in frame[[ROW_SLOT, ROW_POSITION, ROW_AUX, ROW_LANE], : header.rows].T.tolist():
             slot = self.slots[number]
-            assert Stage(header.stage) in slot.expects, f"slot {number} expects {slot.expects}, got {header.stage}"
-            rows.append((slot, int(frame[ROW_POSITION, index]), int(frame[ROW_AUX, index])))
+            assert 1 <= number <= width and lane not in used and lane == lane_of(number, position, width, lanes)
+            assert not slot.prefilling, f"slot {number} is in prefill, got {header.stage}"
+            assert position < slot.params["first_output"] + config.max_model_len
+            used.add(lane)
+            rows.append((slot, lane, position, aux))
         return rows
 
     def _prefill(self, stage: ScheduledStage) -> tuple[list[int], list[int]]:
@@ -198,30 +190,28 @@ class PagedWorker:
                 slot.sequence = self.sequences
                 self._adopt(slot, start)
             else:
-                assert Stage.PREFILL in slot.expects and slot.prefilled == start > 0, "chunks are consecutive"
+                assert slot.prefilling and slot.prefilled == start > 0, "chunks are consecutive"
             prompt_tokens = int(slot.params["first_output"])
             for index in range(offset, offset + length):
                 position, token, depth = start + index - offset, int(frame.token_ids[index]), depths[index]
                 assert position >= prompt_tokens or depth == config.r_max
-                self._write(slot, position, entry(token, position, depth))
+                said = self._prefill_token(slot, position, token, depth)
             offset += length
-            slot.prefilled = slot.position = start + length
+            slot.prefilled, slot.prefilling = start + length, True
             slot.cuts.append(length)
-            slot.expects = (Stage.PREFILL,)
             assert not self.shared or slot.prefilled <= prompt_tokens
             if number in forced:
                 assert not frame.sample[row], "a forced token and a sampled one"
-                assert slot.cuts == self.cuts.get(self._seed(slot), slot.cuts) or not self.shared
-                slot.token, slot.expects = forced[number], (Stage.PRELUDE,)
+                assert slot.cuts == self.cuts.get(slot.seed, slot.cuts) or not self.shared
+                self._goes_on_with(slot, number, forced[number])
                 self.rebuilt += 1
             elif frame.sample[row]:
                 assert slot.prefilled == prompt_tokens
-                slot.token = sample(self._read(slot, slot.prefilled - 1), config.r_max, config.vocab_size)
-                slot.expects = (Stage.PRELUDE,)
-                self.cuts[self._seed(slot)] = slot.cuts
-                sampled.append(slot.token)
+                self._goes_on_with(slot, number, said)
+                self.cuts[slot.seed] = slot.cuts
+                sampled.append(said)
                 hot = hot or slot.params["temperature"] > 0
-                filtered = filtered or self._filters(slot)
+                filtered = filtered or slot.filters
         assert bool(header.variant & Variant.SAMPLE) == hot
         assert bool(header.variant & Variant.FILTER) == filtered
         return sampled, []
@@ -232,7 +222,9 @@ class PagedWorker:
         given = [] if params is None else params["slot"].tolist()
         assert stage.header.n_slot_params == len(given) == len(set(given))
         for row in params if params is not None else ():
-            self.slots[int(row["slot"])] = Slot(params=row.copy())  # whatever was here is gone
+            number = int(row["slot"])
+            self.slots[number] = Slot(params=row.copy())  # whatever was here is gone
+            self.lanes[number :: self.config.max_num_seqs] = [None] * (1 + self.config.draft_lanes)
         return set(given)
 
     def _adopt(self, slot: Slot, start: int) -> None:
@@ -241,84 +233,167 @@ class PagedWorker:
         for position in range(start):
             cell = self._cell(slot, position)
             assert cell.position == position, "a cached block is not of this place"
-            slot.adopted.append(cell.value)
+            slot.adopted.append(cell.values())
+            slot.writers.append(cell.writer)
         self.adopted += start
 
-    def _prelude(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
+    def _prefill_token(self, slot: Slot, position: int, token: int, depth: int) -> int:
+        """All loops of a token whose depth is known; what it says."""
+        config, layout = self.config, self.config.kv_layout
+        cell, state, left = self._start(slot, position), 0, 0
+        for loop in range(1, depth + 1):
+            state = think(state, loop, [*self._read(slot, position, loop, -1), entry(token, position, loop)])
+        if config.coda_layers:
+            before = self._read_left(slot, position, -1)
+            assert before is not None
+            left = leave(state, before)
+            cell.left = left, -1
+        for loop in range(1, config.r_max + 1):
+            cell.planes[layout.plane(loop)] = seen(layout, token, position, depth, loop), -1
+        return sample(state, left, config.vocab_size)
+
+    def _goes_on_with(self, slot: Slot, number: int, token: int) -> None:
+        """Prefill is over."""
+        slot.prefilling, slot.forced, slot.decoded = False, token, slot.prefilled - 1
+        lane = lane_of(number, slot.prefilled, self.config.max_num_seqs, 1 + self.config.draft_lanes)
+        self.tokens[lane] = slot.sequence, slot.prefilled, token
+
+    def _prelude(self, stage: ScheduledStage, rows: list[Row]) -> tuple[list[int], list[int]]:
         depths = []
         extra = stage.header.extra or StageExtra()
         assert extra == StageExtra(forced_tokens=extra.forced_tokens), "a prelude has forced tokens and nothing else"
         for number, token in forced_tokens(extra).items():
-            assert self.shared and self.slots[number].token == token, "decoding again gives the same tokens"
+            assert self.shared and self.slots[number].forced == token, "decoding again gives the same tokens"
             self.forced += 1
-        for slot, position, block in rows:
-            assert position == slot.position, "positions are consecutive"
+        assert len({id(slot) for slot, *_ in rows}) == len(rows), "two tokens of a sequence in one prelude"
+        for slot, lane, position, block in rows:
+            assert position <= slot.decoded + 1, "positions are consecutive"
             index = position // self.config.block_size
             if block:
                 assert block < self.config.num_blocks
                 slot.table[index] = block
             assert index in slot.table, "no block for the token's position"
-            slot.loop, slot.expects = 0, (Stage.CORE,)
-            depths.append(predicted_depth(self._seed(slot), position))
+            waiting, self.tokens[lane] = self.tokens[lane], None
+            assert waiting is not None and waiting[:2] == (slot.sequence, position), "no token to start with"
+            behind = slot.writers[position - 1]
+            cell = self._start(slot, position)
+            slot.decoded = position
+            self.lanes[lane] = Lane(slot.sequence, position, cell.writer, behind, waiting[2])
+            depths.append(predicted_depth(slot.seed, waiting[2], position))
         return [], depths
 
-    def _core(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
-        fired = []
+    def _core(self, stage: ScheduledStage, rows: list[Row]) -> tuple[list[int], list[int]]:
+        fired, step = [], stage.header.step_id
         self.core_rows += len(rows)
-        self.mixed_depths = max(self.mixed_depths, len({loop for _, _, loop in rows}))
+        self.mixed_depths = max(self.mixed_depths, len({loop for *_, loop in rows}))
+        of_slot = [id(slot) for slot, *_ in rows]
+        self.longest_chain = max(self.longest_chain, *(of_slot.count(slot) for slot in of_slot))
         gated = False
-        for slot, position, loop in rows:
-            assert position == slot.position and loop == slot.loop + 1 <= self.config.r_max
-            slot.loop = loop
-            self._write(slot, position, entry(slot.token, position, loop))
-            slot.context = self._read(slot, position)
-            slot.expects = (Stage.CORE, Stage.CODA)
-            gate = Gate(int(slot.params["gate"]))
-            gated = gated or gate.decides_on_device
-            fired.append(int(gate_fires(self._seed(slot), position, loop)))
+        for slot, number, position, loop in rows:
+            lane = self._lane(slot, number, position)
+            assert lane.running and loop == lane.loop + 1 <= self.config.r_max
+            own = entry(lane.token, position, loop)
+            lane.loop = loop
+            lane.state = think(lane.state, loop, [*self._read(slot, position, loop, step), own])
+            self._cell(slot, position).planes[self.config.kv_layout.plane(loop)] = own, step
+            gated = gated or Gate(int(slot.params["gate"])).decides_on_device
+            fired.append(int(gate_fires(slot.seed, lane.token, position, loop)))
         assert bool(stage.header.variant & Variant.GATES) == gated
         return [], fired
 
-    def _coda(self, stage: ScheduledStage, rows: list[tuple[Slot, int, int]]) -> tuple[list[int], list[int]]:
-        sampled = []
+    def _coda(self, stage: ScheduledStage, rows: list[Row]) -> tuple[list[int], list[int]]:
+        sampled, step, config = [], stage.header.step_id, self.config
         hot = filtered = False
-        for slot, position, depth in rows:
-            assert position == slot.position and depth == slot.loop
-            slot.token = sample(slot.context, depth, self.config.vocab_size)
-            slot.position = position + 1
-            slot.expects = (Stage.PRELUDE,)
-            sampled.append(slot.token)
+        for slot, number, position, aux in rows:
+            lane = self._lane(slot, number, position)
+            assert abs(aux) == lane.loop and (lane.running or (config.coda_layers and lane.exits == 1 and aux > 0))
+            before = self._read_left(slot, position, step) if config.coda_layers else []
+            if aux > 0:
+                self._exit(slot, lane, step)
+            if aux < 0 or before is None:
+                token = self._draft(slot, position + 1, abs(aux))
+            else:
+                left = leave(lane.state, before) if config.coda_layers else 0
+                token = sample(lane.state, left, config.vocab_size)
+                self._cell(slot, position).left = left, step
+            self._says(slot, number, position, token)
+            sampled.append(token)
             hot = hot or slot.params["temperature"] > 0
-            filtered = filtered or self._filters(slot)
+            filtered = filtered or slot.filters
         assert bool(stage.header.variant & Variant.SAMPLE) == hot
         assert bool(stage.header.variant & Variant.FILTER) == filtered
         return sampled, []
 
-    def _write(self, slot: Slot, position: int, value: int) -> None:
-        size = self.config.block_size
-        self.cells[slot.table[position // size], position % size] = Cell(slot.sequence, position, value)
+    def _exit(self, slot: Slot, lane: Lane, step: int) -> None:
+        """Fills the planes that deeper loops of later tokens read."""
+        lane.exits += 1
+        planes, layout = self._cell(slot, lane.position).planes, self.config.kv_layout
+        for plane in layout.planes_to_fill(lane.loop, self.config.r_max):
+            planes[plane] = planes[layout.plane(lane.loop)][0], step
 
-    def _read(self, slot: Slot, last: int) -> list[int]:
-        """Entries of positions 0 .. last; every one must be this sequence's own, or still what it found there."""
-        out = []
-        for position in range(last + 1):
+    def _draft(self, slot: Slot, position: int, depth: int) -> int:
+        """What a readout that is not final says."""
+        self.draft_rows += 1
+        row, index = slot.params, position - int(slot.params["first_output"])
+        shaped = row["presence_penalty"] or row["frequency_penalty"] or row["adjustments"] or row["constrained"]
+        assert not shaped and row["repetition_penalty"] in (0, 1), "a draft of a request whose logits are changed"
+        truth = self.truth.get(slot.seed, [])
+        token = truth[index] if index < len(truth) else None
+        return draft(slot.seed, position, depth, token, self.acceptance, self.config.vocab_size)
+
+    def _says(self, slot: Slot, number: int, position: int, token: int) -> None:
+        """The token lies where the next position starts."""
+        width, lanes = self.config.max_num_seqs, 1 + self.config.draft_lanes
+        lane = lane_of((number - 1) % width + 1, position + 1, width, lanes)
+        self.tokens[lane] = slot.sequence, position + 1, token
+        slot.forced = token
+
+    def _lane(self, slot: Slot, number: int, position: int) -> Lane:
+        """A lane whose token is on its way: it, and the one before it, are those that its sequence goes by."""
+        lane = self.lanes[number]
+        assert lane is not None and (lane.sequence, lane.position) == (slot.sequence, position), "no such token"
+        assert slot.writers[position - 1] == lane.behind and slot.writers[position] == lane.writer, "a dropped token"
+        return lane
+
+    def _start(self, slot: Slot, position: int) -> Cell:
+        """A token begins at ``position``: whatever was at or behind it is gone."""
+        self.writers += 1
+        slot.writers[position:] = [self.writers]
+        assert len(slot.writers) == position + 1
+        cell = Cell(slot.sequence, position, self.writers)
+        size = self.config.block_size
+        self.cells[slot.table[position // size], position % size] = cell
+        return cell
+
+    def _read(self, slot: Slot, end: int, loop: int, step: int) -> list[int]:
+        """What a token at ``end`` sees of those before it at a loop: their own entries, or still what it found there."""
+        out, plane = [], self.config.kv_layout.plane(loop)
+        for position in range(end):
             cell = self._cell(slot, position)
             if position < len(slot.adopted):
-                assert cell.value == slot.adopted[position], "a cached block was written while it was read"
+                value = cell.planes[plane][0]
+                assert value == slot.adopted[position][0][plane], "a cached block was written while it was read"
             else:
                 assert cell.owner == slot.sequence and cell.position == position, "read what another sequence wrote"
-            out.append(cell.value)
+                assert cell.writer == slot.writers[position], "read what a dropped token wrote"
+                assert plane in cell.planes, "read a plane that is not written"
+                value, wrote = cell.planes[plane]
+                assert wrote != step or step < 0, "read what another row of the stage writes"
+            out.append(value)
+        return out
+
+    def _read_left(self, slot: Slot, end: int, step: int) -> list[int] | None:
+        """What coda layers see of the tokens before ``end``; None unless all of it is final."""
+        out = []
+        for position in range(end):
+            cell = self._cell(slot, position)
+            if position < len(slot.adopted):
+                assert cell.left and cell.left[0] == slot.adopted[position][1], "a cached block was written"
+            if cell.left is None or (cell.left[1] == step and step > 0):
+                return None
+            out.append(cell.left[0])
         return out
 
     def _cell(self, slot: Slot, position: int) -> Cell:
         size = self.config.block_size
         return self.cells[slot.table[position // size], position % size]
-
-    @staticmethod
-    def _seed(slot: Slot) -> int:
-        return int(slot.params["seed_low"])
-
-    @staticmethod
-    def _filters(slot: Slot) -> bool:
-        row = slot.params
-        return bool((row["top_k"] > 0 or row["top_p"] < 1 or row["min_p"] > 0) and row["temperature"] > 0)

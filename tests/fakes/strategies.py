@@ -1,5 +1,7 @@
 """Small random engines and requests: small enough that every limit binds often."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -47,7 +49,28 @@ def configs(
 
 
 @st.composite
-def submits(draw, config, request_id, gates=tuple(Gate), stops=True):
+def drafting_configs(draw, policies=("refill", "auto"), modes=("off", "async", "lookahead")):
+    """Engines with speculation; blocks and rows are often too few for all drafts."""
+    config = draw(configs(policies, modes))
+    lanes = draw(st.integers(1, 4))
+    r_max = max(config.r_max, 2)
+    buckets = draw(st.sampled_from([(8,), (1, 2, 4, 8), (2, 6), (1, 4, 16, 32)]))
+    layout = draw(st.sampled_from([KVLayout.LAST_EXITED, KVLayout.LAST_EXITED, KVLayout.DEPTH_INDEXED]))
+    return replace(
+        config,
+        r_max=r_max,
+        kv_layout=layout,
+        gates=tuple(Gate) if layout.allows_early_exit else (Gate.NONE, Gate.FIXED),
+        draft_lanes=lanes,
+        draft_depth=draw(st.sampled_from([1, 1, 1, 2, r_max])),
+        coda_layers=draw(st.sampled_from([0, 2])),
+        buckets=buckets,
+        prefix_caching=draw(st.booleans()),
+    )
+
+
+@st.composite
+def submits(draw, config, request_id, gates=tuple(Gate), stops=True, drafts=False):
     """A request the engine may or may not be able to serve."""
     gate = draw(st.sampled_from(gates))
     max_loops = draw(st.integers(1, config.r_max))
@@ -60,7 +83,7 @@ def submits(draw, config, request_id, gates=tuple(Gate), stops=True):
         np.asarray(prompt, dtype=np.int32).tobytes(),
         RequestParams(
             max_tokens=max_tokens,
-            min_tokens=draw(st.integers(0, max_tokens)),
+            min_tokens=draw(st.sampled_from([0, 0, 0, max_tokens]) if drafts else st.integers(0, max_tokens)),
             stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))) if stops else (),
             temperature=draw(st.sampled_from([0.0, 0.7])),
             top_k=draw(st.sampled_from([0, 5])),
@@ -72,14 +95,15 @@ def submits(draw, config, request_id, gates=tuple(Gate), stops=True):
             max_loops=max_loops,
             exit_depths=bytes(depths),
             priority=draw(st.sampled_from([0, 0, 0, 1])),
+            speculation=not drafts or draw(st.sampled_from([True, True, True, False])),
         ),
     )
 
 
 @st.composite
-def workloads(draw, config, gates=tuple(Gate), stops=True, max_size=12):
+def workloads(draw, config, gates=tuple(Gate), stops=True, max_size=12, drafts=False):
     count = draw(st.integers(1, max_size))
-    return [draw(submits(config, index, gates, stops)) for index in range(count)]
+    return [draw(submits(config, index, gates, stops, drafts)) for index in range(count)]
 
 
 def prompt_of(submit):

@@ -20,7 +20,8 @@ from depthbatch.scheduler.policy.auto import AutoPolicy
 from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops
 from fakes.lockstep import Answer, Late, LockstepEngine
-from fakes.paged_worker import PagedWorker, plain_decode
+from fakes.paged_model import plain_decode
+from fakes.paged_worker import PagedWorker
 from fakes.strategies import prompt_of, workloads
 from reference.oracle import HUGINN, OURO, R_MAX, prompts_of
 

@@ -17,7 +17,7 @@ from depthbatch.common.stats import PrefixCacheStats
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import PrefixCachingPool, prefix_keys
 from fakes.paged_lockstep import Lockstep
-from fakes.paged_worker import plain_decode
+from fakes.paged_model import plain_decode
 from fakes.strategies import prompt_of
 
 SIZE = 4

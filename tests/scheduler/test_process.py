@@ -45,7 +45,8 @@ from depthbatch.common.transport import Dealer, endpoint
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.process import SchedulerProcess
 from depthbatch.scheduler.stage_batch import ScheduledStage
-from fakes.paged_worker import PagedWorker, plain_decode
+from fakes.paged_model import plain_decode
+from fakes.paged_worker import PagedWorker
 
 OPTIONS = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling="lookahead")
 WAIT_S = 20.0

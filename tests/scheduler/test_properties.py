@@ -18,7 +18,7 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from fakes.paged_lockstep import Lockstep
-from fakes.paged_worker import plain_decode
+from fakes.paged_model import plain_decode
 from fakes.strategies import EARLY_GATES, VOCAB, configs, prompt_of, workloads
 
 QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
