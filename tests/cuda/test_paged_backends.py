@@ -9,6 +9,7 @@ from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAtte
 from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
+from fakes.attention_cases import chain_rows
 from fakes.flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
 from fakes.paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 
@@ -62,6 +63,31 @@ def test_backend_equals_oracle(name: str, kv_heads: int, planes: tuple[int, ...]
         q, k, v = heads(5, geometry)
         got, want = (b.decode(layer, q, k, v, rows) for b in (tested, oracle))
         torch.testing.assert_close(got[:4].float(), want[:4].float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", [*BACKENDS, "sdpa"])
+def test_tokens_of_one_sequence_at_different_loops_do_not_see_each_other(name: str, seed: int) -> None:
+    """Draft lanes: one launch appends several successive tokens of a sequence, each to the plane of its loop, and gives
+    the bits of one launch a token, first to last and last to first. Memory before is random, so what is read shows."""
+    make, size = {**BACKENDS, "sdpa": (SdpaAttention, 16)}[name]
+    geometry = geometry_of(size, 2, (1, 3))
+    torch.manual_seed(seed)
+    tables = shuffled_tables()
+    rows = chain_rows(tables, 3, size, seed)
+    count = len(rows.slots)
+    inputs = heads(count, geometry)
+    together, forwards, backwards = (make(geometry) for _ in range(3))
+    contents = [torch.randn(cache[1].shape).bfloat16() for cache in (together.k_cache, together.v_cache)]
+    for backend in (together, forwards, backwards):
+        backend.k_cache[1].copy_(contents[0])
+        backend.v_cache[1].copy_(contents[1])
+    wanted = together.decode(1, *inputs, rows)
+    for backend, order in ((forwards, range(count)), (backwards, reversed(range(count)))):
+        for i in order:
+            one = slice(i, i + 1)
+            alone = DecodeRows(rows.slots[one], rows.positions[one], rows.planes[one], tables)
+            assert torch.equal(backend.decode(1, *(x[one] for x in inputs), alone), wanted[one])
 
 
 def test_twin_refuses_small_pages() -> None:

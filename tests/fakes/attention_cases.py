@@ -114,6 +114,19 @@ def decode_rows(case: Case, layer: int, seed: int) -> DecodeRows:
     return DecodeRows(int32(slots), int32(positions), int32(planes), case.block_tables)
 
 
+def chain_rows(block_tables: torch.Tensor, planes: int, block_size: int, seed: int) -> DecodeRows:
+    """Successive tokens of sequences, each of a chain in the plane of another loop, later ones in lower ones, in any
+    order of rows: as a core step with draft lanes has them. Chains begin on and beside block borders."""
+    rng, rows = random.Random(seed), []
+    for slot in rng.sample(range(1, block_tables.shape[0]), min(3, block_tables.shape[0] - 1)):
+        length = rng.randint(1, planes)
+        base = rng.choice([0, block_size - 1, block_size - 2, 2 * block_size - length]) % (2 * block_size)
+        deepest_first = sorted(rng.sample(range(planes), length), reverse=True)
+        rows += [(slot, base + i, plane) for i, plane in enumerate(deepest_first)]
+    rng.shuffle(rows)
+    return DecodeRows(*(int32(list(column)) for column in zip(*rows, strict=True)), block_tables)
+
+
 def prefill_rows(case: Case, layer: int, seed: int) -> PrefillRows:
     """Chunks of several sequences: fresh ones, ones with a cached prefix, single tokens."""
     rng, capacity = random.Random(seed), MAX_BLOCKS * case.geometry.block_size

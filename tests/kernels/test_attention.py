@@ -12,6 +12,7 @@ from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.attention.select import select_backend
 from fakes.attention_cases import (
     Case,
+    chain_rows,
     decode_rows,
     geometries,
     int32,
@@ -142,6 +143,28 @@ def test_rows_do_not_see_each_other(geometry: CacheGeometry, seed: int) -> None:
         one = slice(i, i + 1)
         alone = DecodeRows(rows.slots[one], rows.positions[one], rows.planes[one], rows.block_tables)
         assert torch.equal(case.tested.decode(1, *(x[one] for x in inputs), alone), together[one])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(geometry=geometries(), seed=SEEDS)
+@settings(max_examples=25, deadline=None)
+def test_tokens_of_one_sequence_at_different_loops_do_not_see_each_other(
+    mode: str, geometry: CacheGeometry, seed: int
+) -> None:
+    """Draft lanes: a call appends several successive tokens of a sequence, each to the plane of its loop. The bits are
+    those of one token after the other, in whatever order, so no thread can be too early or too late."""
+    geometry = geometry._replace(planes=(1, 4))
+    together, *orders = (make_case(geometry, kernels_for(mode), seed) for _ in range(3))
+    rows = chain_rows(together.block_tables, 4, geometry.block_size, seed)
+    n = len(rows.slots)
+    inputs = together.projections(n)
+    wanted = together.tested.decode(1, *inputs, rows)
+    for case, order in zip(orders, (range(n), reversed(range(n))), strict=True):
+        for i in order:
+            one = slice(i, i + 1)
+            alone = DecodeRows(rows.slots[one], rows.positions[one], rows.planes[one], rows.block_tables)
+            assert torch.equal(case.tested.decode(1, *(x[one] for x in inputs), alone), wanted[one])
+        assert torch.equal(case.tested.k_cache[1], together.tested.k_cache[1])
 
 
 @pytest.mark.parametrize("mode", MODES)

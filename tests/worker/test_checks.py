@@ -75,6 +75,40 @@ def test_bad_rows(stage: Stage, index: tuple[int, int], value: int, what: str) -
         parse_stage(header, frame, None, LIMITS)
 
 
+def chain(stage: Stage, slots: list[int], positions: list[int], aux: list[int]) -> tuple[StageBatch, Int32Array]:
+    """Rows of slots with three lanes, each in the lane of its position."""
+    lanes = [slot + position % 3 * 4 for slot, position in zip(slots, positions, strict=True)]
+    return StageBatch(7, stage, bucket=4, rows=4), np.array([slots, positions, aux, lanes], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "slots", "positions", "aux", "what"),
+    [
+        (Stage.PRELUDE, [1, 2, 3, 4], [5, 5, 5, 6], [0, 3, 9, 0], None),
+        (Stage.PRELUDE, [1, 2, 1, 4], [5, 5, 6, 6], [0, 3, 9, 0], "a slot begins two tokens"),
+        (Stage.CORE, [1, 2, 1, 1], [6, 5, 5, 7], [2, 4, 3, 1], None),
+        (Stage.CORE, [1, 2, 1, 1], [6, 5, 5, 7], [2, 4, 2, 1], "as deep as one before it"),
+        (Stage.CORE, [1, 2, 1, 1], [6, 5, 5, 7], [2, 4, 3, 4], "as deep as one before it"),
+        (Stage.CODA, [1, 2, 1, 1], [6, 5, 5, 7], [-4, 4, 3, -1], None),
+        (Stage.CODA, [1, 2, 1, 1], [6, 5, 5, 7], [-5, 4, 3, -1], "loop out of range"),
+        (Stage.CODA, [1, 2, 1, 1], [6, 5, 5, 8], [-2, 4, 3, -1], "a lane is there twice"),
+        (Stage.CORE, [1, 2, 1, 1], [6, 5, 5, 7], [-2, 4, 3, 1], "loop out of range"),
+    ],
+)
+def test_rows_of_a_slot(stage: Stage, slots: list[int], positions: list[int], aux: list[int], what: str | None) -> None:
+    """Several tokens of a sequence in one stage: none may read what another writes. Kernels work row by row, so a row
+    would read K/V that another thread has half written."""
+    header, frame = chain(stage, slots, positions, aux)
+    limits = LIMITS._replace(lanes=3)
+    if what is None:
+        parse_stage(header, frame, None, limits)
+        with pytest.raises(StageError):  # with one lane there are no others
+            parse_stage(header, frame, None, LIMITS)
+        return
+    with pytest.raises(StageError, match=what):
+        parse_stage(header, frame, None, limits)
+
+
 @pytest.mark.parametrize(
     ("stage", "value"), [(Stage.PRELUDE, -1), (Stage.PRELUDE, 10), (Stage.CORE, 0), (Stage.CORE, 5), (Stage.CODA, 0)]
 )

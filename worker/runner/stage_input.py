@@ -179,8 +179,28 @@ def _decode(header: StageBatch, frame: Int32Array, params: SlotParamRows, limits
         fewest = -limits.r_max if stage is Stage.CODA and limits.lanes > 1 else 1
         loops = table[ROW_AUX, :rows]
         _require(_within(loops, fewest, limits.r_max) and bool(loops.all()), header, "loop out of range")
+    if limits.lanes > 1 and stage is not Stage.CODA:
+        ahead = _loops_ahead(slots, positions, table[ROW_AUX, :rows])
+        if stage is Stage.PRELUDE:
+            _require(ahead is None, header, "a slot begins two tokens")
+        else:
+            _require(ahead is None or bool((ahead > 0).all()), header, "a token is as deep as one before it")
     given = slots if stage is Stage.CODA else _NONE
     return StageInput(header.step_id, stage, Variant(header.variant), bucket, frame, slots, positions, given, params)
+
+
+def _loops_ahead(slots: Int32Array, positions: Int32Array, loops: Int32Array) -> Int32Array | None:
+    """How much deeper each row is than its slot's next later one; None when no slot has two rows.
+
+    Kernels append and attend row by row: what a row writes must not be what another of its stage reads. Every loop has
+    a plane of its own where slots have several lanes, so rows of a slot must be at different loops, later ones behind.
+    """
+    order = np.lexsort((positions, slots))
+    same = slots[order[1:]] == slots[order[:-1]]
+    if not same.any():
+        return None
+    ahead: Int32Array = (loops[order[:-1]] - loops[order[1:]])[same]
+    return ahead
 
 
 def _prefill(header: StageBatch, frame: Int32Array, params: SlotParamRows, limits: StageLimits) -> StageInput:

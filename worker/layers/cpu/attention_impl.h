@@ -289,7 +289,8 @@ INLINE int NAME(run_length)(const RowArgs *rows, int64_t row, int64_t end) {
     return count;
 }
 
-/* Rows of distinct slots: a task is a row and all its heads, or a share of them where rows are too few for the team. */
+/* Rows that read nothing of each other (distinct slots, or distinct planes of one): a task is a row and all its heads,
+ * or a share of them where rows are too few for the team. */
 static void NAME(decode_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
     const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
     const int64_t num_heads = n < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
