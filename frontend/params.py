@@ -19,7 +19,7 @@ from depthbatch.common.frames import MAX_BAD_SEQUENCES, MAX_DEPTH, MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import MAX_PRIORITY, EngineInfo, RequestParams
-from depthbatch.common.splitmix64 import UNSIGNED, mix_int
+from depthbatch.common.splitmix64 import ALL_BITS, UNSIGNED, mix_int
 from depthbatch.frontend.grammar import canonical_constraint, constraint_name, grammar_text
 from depthbatch.frontend.token_bans import Encode, allow_list, bad_sequences
 
@@ -32,7 +32,6 @@ MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2  # each may be two: at the start of a tex
 MAX_BAD_WORD_CHARS = 64
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 INT32_MAX = 2**31 - 1
-SEED_MASK = (1 << 64) - 1
 SHOWN_CHARS = 80
 
 
@@ -61,7 +60,7 @@ RANGES = {
     "top_p": Range(float, 0.0, 1.0, low_open=True),
     "top_k": Range(int, -1, INT32_MAX),
     "min_p": Range(float, 0.0, 1.0),
-    "seed": Range(int, -(2**63), SEED_MASK),
+    "seed": Range(int, -(2**63), ALL_BITS),
     "min_tokens": Range(int, 0, INT32_MAX),
     "exit_threshold": Range(float, 0.0, 1e6),
     "min_loops": Range(int, 1, MAX_DEPTH),
@@ -315,7 +314,7 @@ class RequestDefaults:
         if params.min_tokens and len(stop_token_ids) >= self.info.vocab_size:
             raise RequestError("min_tokens: every token of the vocabulary is a stop token", "min_tokens")
         depth = self._depth(params)
-        seed = _mix(self._seed, ordinal) if params.seed is None else params.seed & SEED_MASK
+        seed = _mix(self._seed, ordinal) if params.seed is None else params.seed & ALL_BITS
         resolved = {
             "max_tokens": max_tokens,
             "stop_token_ids": stop_token_ids,

@@ -17,6 +17,7 @@ from hashlib import blake2b
 import numpy as np
 
 from depthbatch.common.frames import Int32Array
+from depthbatch.common.splitmix64 import ALL_BITS
 from depthbatch.scheduler.requests import Request
 
 Key = bytes
@@ -205,6 +206,6 @@ class PrefixCache:
 
     def _keys(self, request: Request) -> tuple[Key, ...]:
         if request.prefix_keys is None:
-            salt = (request.params.seed & (1 << 64) - 1).to_bytes(8, "little") if self._seeded else b""
+            salt = (request.params.seed & ALL_BITS).to_bytes(8, "little") if self._seeded else b""
             request.prefix_keys = prefix_keys(request.prompt, self._block_size, salt)
         return request.prefix_keys

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import EngineInfo, FinishReason
+from depthbatch.common.splitmix64 import ALL_BITS
 from depthbatch.frontend.http.answers import EventEncoder
 from depthbatch.frontend.http.errors import ApiError, bad_value, overloaded
 from depthbatch.frontend.http.logprobs import LogprobFormat
@@ -23,7 +24,7 @@ from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.metrics import FrontendMetrics, SequenceTimer
 from depthbatch.frontend.output import IndexedDelta, OutputDelta
-from depthbatch.frontend.params import SEED_MASK, SamplingParams
+from depthbatch.frontend.params import SamplingParams
 
 
 class Engine(Protocol):
@@ -284,7 +285,7 @@ class Call:
             self._tally.prompt_tokens += len(prompt.ids)
             for number in range(self._n):
                 if body.seed is not None:
-                    fields["seed"] = (body.seed + number) & SEED_MASK
+                    fields["seed"] = (body.seed + number) & ALL_BITS
                 self._choices.append(
                     Choice(
                         len(self._choices),
