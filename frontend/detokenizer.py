@@ -52,11 +52,13 @@ class WindowDetokenizer:
     been shown stays shown.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int] = ()) -> None:
+        """``after``: ids whose text is out already; without any the text begins here, and so it does after ids that
+        end within a character."""
         self._decode = decode
-        self._ids: list[int] = []
+        self._ids = [] if decode(after).endswith(REPLACEMENT) else list(after)
         self._start = 0  # the window: ids[start:]
-        self._read = 0  # the ids whose text is out: ids[:read]
+        self._read = len(self._ids)  # the ids whose text is out: ids[:read]
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces = []

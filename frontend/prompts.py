@@ -58,6 +58,6 @@ def assembler_of(
     name: str, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
 ) -> OutputAssembler:
     """What turns the token events of one request into its deltas, which carry ``name``."""
-    detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+    detokenizer = tokenizer.detokenizer(prompt_ids) if tokenizer is not None else None
     scoring = Scoring(params.logprobs, params.prompt_logprobs, prompt_ids)
     return OutputAssembler(name, detokenizer, params.stop, params.min_tokens, scoring)

@@ -5,9 +5,10 @@ otherwise. A loaded Tokenizer is never changed again, so any thread may use it. 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
@@ -16,6 +17,8 @@ from depthbatch.frontend.chat_template import ChatTemplate, chosen_template
 from depthbatch.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from depthbatch.frontend.params import ContextLengthError
 
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+CONTEXT_IDS = 6  # of the prompt, which say whether an output's first space is text
 MOST_COMPOSED = 4  # bytes that NFC makes one of, rounded up: U+1FBE U+0308 U+0301 have seven, U+0390 has two
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # kinds that have to be converted
 
@@ -75,18 +78,23 @@ class Tokenizer:
     def __init__(self, backend: Backend, config: Mapping[str, Any]) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._control = backend  # special tokens in the text act
-        self._plain = Backend.from_str(backend.to_str())
+        # Whole offsets: those of a token that starts with a space start there. The ids are the same.
+        source = backend.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
+        self._control = Backend.from_str(source)  # special tokens in the text act
+        self._plain = Backend.from_str(source)
         self._plain.encode_special_tokens = True  # special tokens in the text are text
         self._added: dict[int, Any] = backend.get_added_tokens_decoder()
         self._special = {token: str(entry.content) for token, entry in self._added.items() if entry.special}
         self._byte_table = self._token_bytes() if _is_byte_level(backend) else None
         self._bytes_a_token = self._most_bytes()
+        self._pieces = _piece_style(backend)
         self.vocab_size: int = backend.get_vocab_size()
         names = self.special_names = _special_names(config)  # bos_token, eos_token, ... -> text
         self.eos_token_id: int | None = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
-        source = self.chat_template = chosen_template(config.get("chat_template"))
-        self._chat_template = ChatTemplate(source, _template_names(config), self._special.values()) if source else None
+        template = self.chat_template = chosen_template(config.get("chat_template"))
+        self._chat_template = (
+            ChatTemplate(template, _template_names(config), self._special.values()) if template else None
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of a text. ``add_special_tokens``: what the model expects around it (bos, say).
@@ -103,6 +111,17 @@ class Tokenizer:
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of a text with nothing around it."""
         return self.encode(text, add_special_tokens=False)
+
+    def offsets(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
+        """Where in the text each token of ``encode`` starts, in characters; tokens that are no part of it lie between their
+        neighbours."""
+        backend = self._control if allow_special else self._plain
+        spans = backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].offsets
+        starts, end = [], 0
+        for start, stop in spans:
+            starts.append(end if start == stop else start)
+            end = max(end, stop)
+        return starts
 
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, without encoding it; 0 where nothing can be said."""
@@ -140,12 +159,12 @@ class Tokenizer:
         """The text of a whole sequence, special tokens left out."""
         return str(self._control.decode(list(token_ids), skip_special_tokens=True))
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder for one sequence."""
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        """A new incremental decoder for one sequence, or for what follows the ids ``after``."""
         if self._byte_table is not None:
             table = self._byte_table
             return ByteDetokenizer(lambda token: table[token] if token < len(table) else b"")
-        return WindowDetokenizer(self.decode)
+        return WindowDetokenizer(self.decode, after[-CONTEXT_IDS:])
 
     def token_text(self, token: int) -> str:
         """One token by itself, for display; bytes that are no character show as U+FFFD."""
@@ -156,10 +175,17 @@ class Tokenizer:
         return self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for, which need not be whole characters."""
-        if token in self._special or self._byte_table is None:
+        """The bytes that a token stands for, which need not be whole characters; none for an id that no token has."""
+        if token in self._special:
+            return self._special[token].encode()
+        if self._byte_table is not None:
+            return self._byte_table[token] if token < len(self._byte_table) else b""
+        if self._pieces is None or token in self._added:
             return self.token_text(token).encode()
-        return self._byte_table[token] if token < len(self._byte_table) else b""
+        piece = self._control.id_to_token(token) or ""
+        if self._pieces.bytes_fall_back and (byte := BYTE_PIECE.fullmatch(piece)) is not None:
+            return bytes.fromhex(byte[1])
+        return piece.replace(self._pieces.space, " ").encode()
 
     def _most_bytes(self) -> int | None:
         """Bytes of text that one token can stand for at most; None where that is not known, because text may be dropped
@@ -230,6 +256,26 @@ def _template_names(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(more, list):
         names["additional_special_tokens"] = [text for text in map(_token_text, more) if text is not None]
     return names
+
+
+class PieceStyle(NamedTuple):
+    """How a SentencePiece vocabulary spells texts."""
+
+    space: str
+    bytes_fall_back: bool  # <0x0A> is a byte
+
+
+def _piece_style(backend: Backend) -> PieceStyle | None:
+    """None for a vocabulary that spells them otherwise."""
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    bytes_fall_back = any(part.get("type") == "ByteFallback" for part in parts)
+    for part in parts:
+        if part.get("type") == "Metaspace":
+            return PieceStyle(part["replacement"], bytes_fall_back)
+        if part.get("type") == "Replace" and part.get("content") == " " and "String" in part["pattern"]:
+            return PieceStyle(part["pattern"]["String"], bytes_fall_back)
+    return None
 
 
 def _token_text(value: Any) -> str | None:

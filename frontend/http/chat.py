@@ -9,7 +9,7 @@ from depthbatch.frontend.http.answers import EventStream, answer, documented
 from depthbatch.frontend.http.edge import client_of
 from depthbatch.frontend.http.errors import ApiError, bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
-from depthbatch.frontend.http.logprobs import ChatLogprobs
+from depthbatch.frontend.http.logprobs import ChatLogprobs, TokenNames
 from depthbatch.frontend.http.schemas import ChatAnswer, ChatRequest
 from depthbatch.frontend.output import OutputDelta
 
@@ -63,7 +63,8 @@ class ChatSpelling:
         }
 
     def logprob_format(self, prompt: Prompt) -> ChatLogprobs | None:
-        return ChatLogprobs(self._texts.tokenizer) if self._body.logprobs else None
+        names = TokenNames(self._texts.tokenizer, bool(self._body.return_tokens_as_token_ids))
+        return ChatLogprobs(names) if self._body.logprobs else None
 
     def shown(self, delta: OutputDelta) -> OutputDelta:
         return delta

@@ -11,7 +11,7 @@ from depthbatch.frontend.http.answers import EventStream, answer, documented
 from depthbatch.frontend.http.edge import client_of
 from depthbatch.frontend.http.errors import bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
-from depthbatch.frontend.http.logprobs import CompletionLogprobs
+from depthbatch.frontend.http.logprobs import CompletionLogprobs, Echo, TokenNames
 from depthbatch.frontend.http.schemas import CompletionAnswer, CompletionRequest
 from depthbatch.frontend.output import OutputDelta
 
@@ -54,14 +54,17 @@ class CompletionSpelling:
         return [await self._prompt(given) for given in self._prompts]
 
     async def _prompt(self, given: str | list[int]) -> Prompt:
-        body = self._body
-        if isinstance(given, str):
-            plain, special = body.add_special_tokens is not False, bool(body.parse_special_tokens)
-            ids = await self._texts.encode(given, plain, special, self._max_model_len)
-            if not ids:
-                raise bad_value("prompt", "no tokens in it")
-            return Prompt(ids, given if body.echo else "")
-        return Prompt(given, await self._texts.decode(given) if body.echo else "")
+        body, texts = self._body, self._texts
+        scored = bool(body.echo) and body.logprobs is not None
+        if not isinstance(given, str):
+            text = await texts.decode(given) if body.echo else ""
+            return Prompt(given, text, await texts.decoded_offsets(given) if scored else None)
+        plain, special = body.add_special_tokens is not False, bool(body.parse_special_tokens)
+        ids = await texts.encode(given, plain, special, self._max_model_len)
+        if not ids:
+            raise bad_value("prompt", "no tokens in it")
+        offsets = await texts.offsets(given, plain, special) if scored else None
+        return Prompt(ids, given if body.echo else "", offsets)
 
     def fields(self, prompt: Prompt) -> dict[str, Any]:
         body = self._body
@@ -74,7 +77,10 @@ class CompletionSpelling:
     def logprob_format(self, prompt: Prompt) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
-        return CompletionLogprobs(self._texts.tokenizer, prompt.ids if self._body.echo else ())
+        tokenizer = self._texts.tokenizer
+        detokenizer = tokenizer.detokenizer(prompt.ids) if tokenizer is not None else None
+        echo = None if prompt.offsets is None else Echo(prompt.ids, prompt.offsets, len(prompt.echo))
+        return CompletionLogprobs(TokenNames(tokenizer, bool(self._body.return_tokens_as_token_ids)), detokenizer, echo)
 
     def shown(self, delta: OutputDelta) -> OutputDelta:
         """With max_tokens 0 the prompt alone: its scores come with a first token, which prefill samples anyway."""

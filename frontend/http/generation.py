@@ -125,6 +125,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     echo: str = ""  # what their text starts with
+    offsets: list[int] | None = None  # where in it each id's text starts, where that is asked for
 
 
 class Spelling(Protocol):

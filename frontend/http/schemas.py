@@ -151,6 +151,7 @@ class GenerationFields(Body):
     )
     return_exit_depths: bool | None = Field(None, description="each choice carries one depth a token")
     return_token_ids: bool | None = Field(None, description="each choice carries its token ids")
+    return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens token_id:N")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="name for /abort; need not be unique")
 
 

@@ -38,6 +38,14 @@ class Texts:
             check_fewest(tokenizer.fewest_tokens(text), max_tokens, "prompt")
         return await self._run(tokenizer.encode, text, add_special_tokens, parse_special_tokens)
 
+    async def offsets(self, text: str, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
+        """Where in the text each token of ``encode`` starts."""
+        return await self._run(self._needed("prompt").offsets, text, add_special_tokens, parse_special_tokens)
+
+    async def decoded_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Where in the decoded text each token starts; all 0 where there is no text."""
+        return await self._run(_decoded_offsets, self._tokenizer, token_ids)
+
     async def encode_chat(
         self, messages: Sequence[Message], fields: TemplateFields, max_tokens: int | None = None
     ) -> list[int]:
@@ -94,3 +102,13 @@ def _plain(message: Message) -> dict[str, Any]:
     content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content, **named}
+
+
+def _decoded_offsets(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> list[int]:
+    offsets, end = [], 0
+    detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+    for token_id in token_ids:
+        offsets.append(end)
+        if detokenizer is not None:
+            end += len(detokenizer.push((token_id,)))
+    return offsets

@@ -19,11 +19,13 @@ from depthbatch.common.errors import ModelError, RequestError
 from depthbatch.common.messages import FinishReason, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.detokenizer import REPLACEMENT, Detokenizer, StopChecker, WindowDetokenizer
+from depthbatch.frontend.http.logprobs import CompletionLogprobs, TokenNames
 from depthbatch.frontend.http.schemas import Message, TemplateFields
 from depthbatch.frontend.http.texts import Texts
+from depthbatch.frontend.logprobs import TokenLogprob, TokenLogprobs
 from depthbatch.frontend.output import OutputAssembler
 from depthbatch.frontend.params import ContextLengthError, SamplingParams
-from depthbatch.frontend.prompts import encode_prompt
+from depthbatch.frontend.prompts import assembler_of, encode_prompt
 from depthbatch.frontend.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer
 from fakes.chat_tokenizer import byte_tokenizer
 
@@ -208,6 +210,54 @@ def test_min_tokens_delays_stop_strings() -> None:
 
 
 # --- the tokenizer
+
+
+def test_pieces_of_sentencepiece_are_bytes() -> None:
+    """Bug: a token by itself was decoded as if a text began with it: "▁Hello" lost its space, <0xF0> was U+FFFD like 127
+    others, and ids beyond the vocabulary had one empty name; so 20 likeliest tokens were fewer entries."""
+    tokenizer = TOKENIZERS["byte-fallback"]
+    vocab = tokenizer._control.get_vocab()
+    assert tokenizer.token_bytes(vocab["<0xF0>"]) == b"\xf0"
+    spaced = next(piece for piece in vocab if piece.startswith("▁") and len(piece) > 1)
+    assert tokenizer.token_bytes(vocab[spaced]).decode() == spaced.replace("▁", " ")
+    names = TokenNames(tokenizer)
+    ids = [*(vocab[f"<0x{byte:02X}>"] for byte in range(128, 256)), max(vocab.values()) + 1, max(vocab.values()) + 2]
+    assert len({names(token) for token in ids}) == len(ids)
+
+
+def test_likeliest_tokens_of_one_text_are_all_shown() -> None:
+    """Bug: the byte <0x41> and the piece A have one text, so one of the two was missing from top_logprobs."""
+    tokenizer = TOKENIZERS["byte-fallback"]
+    vocab = tokenizer._control.get_vocab()
+    same = [vocab["<0x48>"], vocab["H"]]
+    top = tuple(TokenLogprob(token, -float(place)) for place, token in enumerate(same))
+    scored = CompletionLogprobs(TokenNames(tokenizer), None)([], [TokenLogprobs(same[1], -1.0, top)])
+    assert scored["top_logprobs"] == [{"H": 0.0, f"token_id:{same[1]}": -1.0}]
+
+
+def test_what_follows_a_prompt_keeps_its_space() -> None:
+    """Bug: the output was decoded as a text of its own, so its first word lost the space before it."""
+    tokenizer = TOKENIZERS["byte-fallback"]
+    prompt, output = tokenizer.encode("Hello"), tokenizer.encode("wörld 한")
+    assembler = assembler_of("x", prompt, SamplingParams(), tokenizer)
+    event = TokenEvent(1, tuple(output), (1,) * len(output), FinishReason.LENGTH)
+    assert assembler.push(event).text == " wörld 한"
+    partial = tokenizer.encode("한")[:-1]
+    assert stream(tokenizer.detokenizer(partial), tokenizer.encode("Hello"), []) == ["Hello", ""]
+
+
+@pytest.mark.parametrize("text", ["Hello wörld  한🦜", " a  b\n\n c ", "<s>x"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_offsets_are_where_the_tokens_start(name: str, text: str) -> None:
+    """Bug: text_offset of a prompt came from decoding it, which special tokens, normalizers and spaces before a word put
+    wrong. Tokens of one character share its place, and a token begins where the one before it ends."""
+    tokenizer = TOKENIZERS[name]
+    ids, offsets = tokenizer.encode(text), tokenizer.offsets(text)
+    assert len(offsets) == len(ids) and offsets == sorted(offsets) and offsets[0] == 0
+    detokenizer, end = tokenizer.detokenizer(), 0
+    for token, offset in zip(ids, offsets, strict=True):
+        assert offset == end
+        end += len(detokenizer.push([token]))
 
 
 def test_special_tokens_typed_by_a_user_are_text() -> None:

@@ -170,6 +170,36 @@ def test_chat_streams_what_it_answers(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json={**body, "messages": parts}).json()["choices"] == plain["choices"]
 
 
+def test_offsets_of_an_echo_are_places_in_the_text(http: httpx.Client) -> None:
+    """Bug: a control token that acts has no text of its own when it is decoded, so with parse_special_tokens every later
+    offset was too small; and a prompt that ends within a character joined what followed to it."""
+    body = {"echo": True, "logprobs": 1, "max_tokens": 3, "seed": 5}
+    prompt = "a<|im_end|>b"
+    choice = http.post("/v1/completions", json={**body, "prompt": prompt, "parse_special_tokens": True}).json()
+    scored = choice["choices"][0]["logprobs"]
+    assert scored["text_offset"][:4] == [0, 1, 11, 12] and scored["tokens"][:3] == ["a", "<|im_end|>", "b"]
+    ids = [97, *"é".encode()[:1]]
+    (choice,) = http.post("/v1/completions", json={**body, "prompt": ids}).json()["choices"]
+    assert choice["text"].startswith("a\ufffd") and choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+
+
+def test_tokens_by_their_ids(http: httpx.Client) -> None:
+    """return_tokens_as_token_ids was accepted and ignored."""
+    body = {
+        "prompt": "ab",
+        "max_tokens": 2,
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
+    }
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+    answer = http.post("/v1/chat/completions", json={**chat, "return_tokens_as_token_ids": True}).json()
+    assert all(entry["token"].startswith("token_id:") for entry in answer["choices"][0]["logprobs"]["content"])
+
+
 def test_typed_control_tokens_stay_text(http: httpx.Client) -> None:
     """Row "special tokens typed by a user act as control tokens": ids 256.. appear only where the template put them,
     or where the caller asked."""
