@@ -47,6 +47,8 @@ class Record:
     requests_finished: int
     preemptions: int
     duration_s: float
+    acceptance: float | None = None  # share of the drafts that were right, of those whose token is known
+    draft_lanes_mean: float = 0.0  # rows of core steps that ran on a guess, for each that did not
     cb_tokens_per_s: float | None = None
     relative_to_cb: float | None = None
     s_e2e: float | None = None
@@ -79,8 +81,10 @@ def make_record(
     rows = {stage: _stage(now, stage).rows.sum - _stage(then, stage).rows.sum for stage in STAGES}
     prefill_s = _stage(now, "prefill").seconds - _stage(then, "prefill").seconds
     idle_s = [0.0 if stats.worker is None else stats.worker.idle_scheduler_s for stats in (before, after)]
-    # every sampled token is in the histogram; those of coda are the decode tokens, the others were prefilled at r_max
-    tokens, decoded = now.exit_depth.count - then.exit_depth.count, rows["coda"]
+    finished = sum(now.finished.get(r, 0) - then.finished.get(r, 0) for r in ("stop", "length"))
+    # every delivered token is in the histogram; the first of each request was prefilled at r_max
+    tokens = now.exit_depth.count - then.exit_depth.count
+    decoded = tokens - finished
     depth_sum = now.exit_depth.sum - then.exit_depth.sum - (tokens - decoded) * setting.r_max
     depth = depth_sum / decoded if decoded else float(setting.r_max)
     return Record(
@@ -95,10 +99,25 @@ def make_record(
         mean_batch={stage: rows[stage] / steps[stage] if steps[stage] else 0.0 for stage in STAGES},
         stage_steps=steps,
         scheduler_us_per_stage=_scheduler_us(before, after, sum(steps.values())),
-        requests_finished=sum(now.finished.get(r, 0) - then.finished.get(r, 0) for r in ("stop", "length")),
+        requests_finished=finished,
         preemptions=now.preemptions - then.preemptions,
         duration_s=duration_s,
+        acceptance=acceptance(then, now),
+        draft_lanes_mean=draft_lanes_mean(now.draft_rows - then.draft_rows, rows["core"]),
     )
+
+
+def acceptance(then: CoreStats, now: CoreStats) -> float | None:
+    """Share of the drafts that were right between two readings, of those whose token is known; None without any."""
+    right = sum(s.right for s in now.drafts.values()) - sum(s.right for s in then.drafts.values())
+    wrong = sum(s.wrong for s in now.drafts.values()) - sum(s.wrong for s in then.drafts.values())
+    return right / (right + wrong) if right + wrong else None
+
+
+def draft_lanes_mean(draft_rows: int, core_rows: float) -> float:
+    """Rows of core steps that ran on a guess, for each that did not."""
+    certain = core_rows - draft_rows
+    return draft_rows / certain if certain else 0.0
 
 
 def _stage(core: CoreStats, label: str) -> StageStats:

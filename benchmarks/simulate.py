@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from depthbatch.benchmarks.record import STAGES, Record, decode_speedup, print_table, write_json
+from depthbatch.benchmarks.record import (
+    STAGES,
+    Record,
+    acceptance,
+    decode_speedup,
+    draft_lanes_mean,
+    print_table,
+    write_json,
+)
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
 from depthbatch.benchmarks.trace import (
     add_scheduling_arguments,
@@ -23,11 +31,14 @@ from depthbatch.benchmarks.trace import (
     scheduling_options,
     virtual_engine,
 )
+from depthbatch.benchmarks.virtual_drafts import VirtualDrafts, parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_POSITION, Stage
+from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import StageResult
+from depthbatch.common.stats import CoreStats
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.scheduler.stage_batch import ScheduledStage
@@ -44,6 +55,13 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
     parser.add_argument("--preemption", choices=PREEMPTION, default="recompute")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="off")
+    parser.add_argument("--speculation", default="off", help="draft lanes of refill and auto: off, auto or N")
+    parser.add_argument("--draft-depth", type=int, default=None, help="loops after which a token is read for a draft")
+    parser.add_argument(
+        "--draft-acceptance",
+        default=None,
+        help="share of the drafts that are right, or a JSON map of draft depth to share (default: the workload's)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", metavar="FILE", default=None, help="JSON goes here instead of stdout")
 
@@ -52,6 +70,11 @@ def run_simulate(args: argparse.Namespace) -> int:
     """Simulates cb and the policies asked for. Raises ConfigError on bad options, profile or workload."""
     profile = find_profile(args.profile)
     workload = workload_from_arguments(args, profile.r_max, args.seed)
+    if args.draft_acceptance is not None:
+        if args.speculation == "off":
+            raise ConfigError("--draft-acceptance needs --speculation")
+        shares = parse_acceptance(args.draft_acceptance)
+        workload = with_known_depths(workload, shares, profile.r_max, args.seed)
     asked = list(dict.fromkeys(args.policy or ["refill"]))
     if args.k is not None and "refill" not in asked:
         raise ConfigError("k needs policy refill")
@@ -64,13 +87,24 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace, policy: str, workload: Workload, profile: DeviceProfile) -> SchedulerConfig:
+    speculates = policy not in ("cb", "no-refill")
     options = EngineConfig(
         policy=policy,
+        speculation=args.speculation if speculates else "off",
+        draft_depth=args.draft_depth if speculates else None,
         preemption=args.preemption,
         async_scheduling=args.async_scheduling,
         **scheduling_options(args, args.k if policy == "refill" else None),
     )
-    info = virtual_engine(workload, args.w, profile.r_max, args.kv_blocks, profile.boundary_layers)
+    return _resolve(options, workload, profile, args.kv_blocks)
+
+
+def _resolve(
+    options: EngineConfig, workload: Workload, profile: DeviceProfile, kv_blocks: int | None
+) -> SchedulerConfig:
+    lanes = options.draft_lanes_under(KVLayout.LAST_EXITED, profile.r_max)
+    width = options.max_num_seqs
+    info = virtual_engine(workload, width, profile.r_max, kv_blocks, profile.boundary_layers, lanes)
     return SchedulerConfig.resolve(options, info)
 
 
@@ -87,7 +121,8 @@ class Run:
     prompt_tokens: int = 0  # prefilled, recomputation included
     tokens: int = 0  # generated
     finished: int = 0
-    preemptions: int = 0
+    loops: int = 0  # of generated tokens, those of prefill apart
+    stats: CoreStats = field(default_factory=CoreStats)  # of the scheduler, at the end
     scheduler_us: list[float] = field(default_factory=list)  # real time, complete + next_stage a stage
     first_token_s: dict[int, float] = field(default_factory=dict)  # by index of the request in the workload
     last_token_s: dict[int, float] = field(default_factory=dict)  # of requests that have finished
@@ -99,13 +134,14 @@ class Run:
 
     @property
     def mean_depth(self) -> float:
-        """Core rows a decode token; work lost to preemption counts."""
-        return self.rows["core"] / max(self.rows["coda"], 1)
+        """Of decode tokens."""
+        return self.loops / max(self.tokens - self.finished, 1)
 
 
 def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig, progress: bool = True) -> Run:
     """Runs a workload to its end in virtual time. Raises ConfigError when a request can never be served."""
     scheduler, run = Scheduler(config), Run(config)
+    drafts = VirtualDrafts(workload) if config.draft_lanes else None
     arrivals = deque(sorted(enumerate(workload.requests), key=lambda item: item[1].arrival_s))
     latest_s: dict[int, float] = {}  # token, of requests that run
     in_flight: deque[StageResult] = deque()
@@ -117,7 +153,7 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
         while True:
             while arrivals and arrivals[0][1].arrival_s <= now:
                 index, request = arrivals.popleft()
-                rejected = scheduler.submit(request.submit(index, config.r_max), request.arrival_s)
+                rejected = scheduler.submit(request.submit(index, config.r_max, seed=index), request.arrival_s)
                 if rejected is not None:
                     raise ConfigError(f"request {index} cannot be served: {rejected.reason}")
             while True:
@@ -130,7 +166,8 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                 spent = 0.0
                 begin = max(now, device_free)
                 device_free = begin + _book(run, stage, profile)
-                in_flight.append(blank_result(stage, begin, device_free))
+                answer = blank_result(stage, begin, device_free)
+                in_flight.append(answer if drafts is None else drafts.answer(stage, answer))
             next_arrival = arrivals[0][1].arrival_s if arrivals else np.inf
             if in_flight and in_flight[0].end_s <= next_arrival:
                 now = in_flight[0].end_s
@@ -145,6 +182,7 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                         run.first_token_s[event.request_id] = now
                     else:
                         run.gaps_s.append(now - before_s)
+                        run.loops += event.exit_depths[0]
                     if event.finish_reason is not None:
                         del latest_s[event.request_id]
                         run.last_token_s[event.request_id] = now
@@ -156,15 +194,14 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
             else:
                 break
     run.duration_s = now - min(request.arrival_s for request in workload.requests)
-    run.preemptions = scheduler.counters.preemptions
+    run.stats = scheduler.stats()
     return run
 
 
 def run_policy(profile: DeviceProfile, workload: Workload, w: int, **options: Any) -> Run:
     """A run at width ``w`` under engine options (policy, min_coda_batch, ...), with KV memory that never binds."""
     config = EngineConfig(**{"preemption": "off", "async_scheduling": "off"} | options | {"max_num_seqs": w})
-    info = virtual_engine(workload, w, profile.r_max, None, profile.boundary_layers)
-    return simulate(workload, profile, SchedulerConfig.resolve(config, info), progress=False)
+    return simulate(workload, profile, _resolve(config, workload, profile, None), progress=False)
 
 
 def _book(run: Run, stage: ScheduledStage, profile: DeviceProfile) -> float:
@@ -217,8 +254,10 @@ def record_run(run: Run, profile: DeviceProfile, workload: Workload) -> Simulate
         stage_steps=run.steps,
         scheduler_us_per_stage={f"p{q}": float(np.percentile(run.scheduler_us, q)) for q in (50, 99)},
         requests_finished=run.finished,
-        preemptions=run.preemptions,
+        preemptions=run.stats.preemptions,
         duration_s=run.duration_s,
+        acceptance=acceptance(CoreStats(), run.stats),
+        draft_lanes_mean=draft_lanes_mean(run.stats.draft_rows, run.rows["core"]),
         profile=profile.name,
         bound_tokens_per_s=bound,
         of_bound=run.tokens_per_s / bound,
@@ -227,17 +266,17 @@ def record_run(run: Run, profile: DeviceProfile, workload: Workload) -> Simulate
 
 def hardware_bound(run: Run, profile: DeviceProfile, workload: Workload) -> float:
     """Tokens per second that no order of stages can exceed with W slots under the cost model: every stage is full (W
-    rows, M prompt tokens), all row and context costs of the work done are paid, and nothing waits."""
-    width = run.config.max_num_seqs
-    core_rows, codas = run.rows["core"], run.rows["coda"]
+    rows and those of drafts, M prompt tokens), all row and context costs of the work done are paid, and nothing waits."""
+    width = run.config.buckets[-1]
+    core_rows, preludes, codas = (run.rows[label] for label in ("core", "prelude", "coda"))
     prompt_tokens = sum(request.prompt_tokens for request in workload.requests)
     core, prefill = profile.core, profile.prefill
     milliseconds = (
         core.delta_ms * core_rows / width
         + core.gamma_ms * core_rows
         + core.alpha_ms * run.context_tokens
-        + (profile.prelude.delta_ms + profile.coda.delta_ms) * codas / width
-        + (profile.prelude.gamma_ms + profile.coda.gamma_ms) * codas
+        + (profile.prelude.delta_ms / width + profile.prelude.gamma_ms) * preludes
+        + (profile.coda.delta_ms / width + profile.coda.gamma_ms) * codas
         + prefill.delta_ms * prompt_tokens / run.config.max_num_batched_tokens
         + prefill.gamma_ms * prompt_tokens
     )

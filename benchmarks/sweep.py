@@ -45,6 +45,7 @@ from depthbatch.benchmarks.sources import load_workload, with_arrivals
 from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
 from depthbatch.benchmarks.tables import auto_table, table
 from depthbatch.benchmarks.throughput import BASELINE, PolicyChoice
+from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import OBJECTIVES, EngineConfig
 from depthbatch.common.errors import ConfigError
@@ -67,9 +68,13 @@ AXES: dict[str, Any] = {  # name -> value when the file does not give the axis
     "rate": None,  # requests a second; None = all at once
     "boundary_layers": None,  # layers on each side of the core; None = the profile's
     "async_scheduling": "off",
+    "speculation": "off",  # of refill and auto
+    "draft_depth": None,
+    "draft_acceptance": None,  # a share, or a map of draft depth to share
     "ttft_target_ms": None,
     "itl_target_ms": None,
 }
+_SPECULATION = {"speculation": "off", "draft_depth": None, "draft_acceptance": None}  # of policies without
 _TARGETS = ("ttft_target_ms", "itl_target_ms")
 _KEYS = {"title", "runner", "requests", "seed", "axes", "figures", "paper", "w_by_workload", "summary"}
 
@@ -159,7 +164,7 @@ def run_settings(
     rows = list(have)
     seen = {json.dumps({key: row[key] for key in row if key.startswith("axis_")}, sort_keys=True) for row in rows}
     for setting in tqdm(list(settings(sweep)), unit="setting", file=sys.stderr, mininterval=1.0):
-        baseline = setting | {"policy": BASELINE, "k_share": None}
+        baseline = setting | _SPECULATION | {"policy": BASELINE, "k_share": None}
         for one in (baseline, setting):
             labels = _labels(one)
             key = json.dumps(labels, sort_keys=True)
@@ -249,6 +254,9 @@ class _Runner:
             n = n.get(name, 200)
         exits = {} if setting["policy"] == BASELINE else exit_weights(setting["exits"], profile)
         workload = load_workload(name, n, exits, profile.r_max, self._seed)
+        if setting["draft_acceptance"] is not None:
+            shares = parse_acceptance(setting["draft_acceptance"])
+            workload = with_known_depths(workload, shares, profile.r_max, self._seed)
         return workload if setting["rate"] is None else with_arrivals(workload, setting["rate"], self._seed)
 
     def options(self, setting: Row) -> dict[str, Any]:
@@ -264,6 +272,8 @@ class _Runner:
             "max_num_batched_tokens": setting["m"],
             "min_free_slots": setting["s"],
             "min_coda_batch": k,
+            "speculation": setting["speculation"],
+            "draft_depth": setting["draft_depth"],
             "async_scheduling": setting["async_scheduling"],
             "preemption": "off",
         }
@@ -287,7 +297,7 @@ class _Simulations(_Runner):
         if setting["policy"] != "refill":
             setting = setting | {"k_share": None}
         if setting["policy"] == BASELINE:
-            setting = setting | {"exits": None}
+            setting = setting | _SPECULATION | {"exits": None}
         key = json.dumps(setting, sort_keys=True)
         if key not in self._runs:
             workload = self.workload(setting, profile)
@@ -309,11 +319,15 @@ class _Processes(_Runner):
     def run(self, setting: Row) -> Row:
         from depthbatch.benchmarks.throughput import measure
 
-        if setting["rate"] is not None or setting["boundary_layers"] is not None:
-            raise ConfigError("sweep: rate and boundary_layers need runner 'simulate'")
+        for name in ("rate", "boundary_layers", "draft_acceptance"):
+            if setting[name] is not None:
+                raise ConfigError(f"sweep: {name} needs runner 'simulate'")
         profile = self.profile(setting)
         config = EngineConfig(
-            device=f"simulated:{setting['profile']}", max_num_seqs=setting["w"], **self.options(setting)
+            device=f"simulated:{setting['profile']}",
+            max_num_seqs=setting["w"],
+            kv_layout=None if setting["speculation"] == "off" else "last_exited",
+            **self.options(setting),
         )
         record = measure(config, self.workload(setting, profile), profile.flops)
         if setting["policy"] == BASELINE:
@@ -354,7 +368,10 @@ def target_figures(run: Run, workload: Workload, ttft_ms: float, itl_ms: float) 
 
 def _labels(setting: Row) -> Row:
     """The axes of a row, so that figures find them under their own names."""
-    label = setting["exits"]
     return {f"axis_{name}": value for name, value in setting.items()} | {
-        "axis_exits": label if isinstance(label, str) or label is None else json.dumps(label)
+        f"axis_{name}": _label(setting[name]) for name in ("exits", "draft_acceptance")
     }
+
+
+def _label(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, Mapping) else value

@@ -65,7 +65,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action="append",
         dest="policies",  # config_from_sources would read "policy"
-        help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill and refill)",
+        help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill, which has no drafts, and refill)",
     )
     parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in _SET_HERE])
@@ -74,13 +74,16 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 def run_throughput(args: argparse.Namespace) -> int:
     """Measures every policy and writes one record, or a list of them when several were asked for."""
     base = config_from_sources(args, model=args.model)
-    choices = [PolicyChoice.parse(text) for text in args.policies or ("no-refill", "refill")]
+    policies = args.policies or (("refill",) if base.draft_lanes else ("no-refill", "refill"))
+    choices = [PolicyChoice.parse(text) for text in policies]
     flops = stage_flops(base)
     workload: Workload | None = None
     records: list[Record] = []
     for choice in [PolicyChoice(BASELINE, None), *(c for c in choices if c.policy != BASELINE)]:
         k = args.k if choice.k is None else choice.k
         options = scheduling_options(args, k if choice.policy == "refill" else None)
+        if choice.policy == BASELINE:
+            options |= {"speculation": "off", "draft_depth": None}
         config = msgspec.structs.replace(base, policy=choice.policy, **options)
         if workload is None:
             limits = _limits(config)

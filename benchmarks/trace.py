@@ -20,11 +20,13 @@ from depthbatch.common.config import ASYNC_MODES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage, split_prefill_frame
 from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, StageResult
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.scheduler.stage_trace import describe_stage
+from depthbatch.worker.runner.stage_input import most_rows
 
 BLOCK_SIZE = 16
 
@@ -131,12 +133,18 @@ def blank_result(stage: ScheduledStage, start_s: float, end_s: float) -> StageRe
 
 
 def virtual_engine(
-    workload: Workload, width: int, r_max: int, kv_blocks: int | None, boundary_layers: int = 0
+    workload: Workload,
+    width: int,
+    r_max: int,
+    kv_blocks: int | None,
+    boundary_layers: int = 0,
+    draft_lanes: int = 0,
 ) -> EngineInfo:
-    """An engine without a device, long enough for the workload. kv_blocks None: enough for W of the longest."""
+    """An engine without a device, long enough for the workload. kv_blocks None: enough for W of the longest, and the next
+    block of each for its drafts."""
     if width < 1:
         raise ConfigError(f"w must be at least 1, not {width}")
-    per_sequence = -(-workload.longest // BLOCK_SIZE)
+    per_sequence = -(-workload.longest // BLOCK_SIZE) + (draft_lanes > 0)
     return EngineInfo(
         model="virtual",
         architecture="virtual",
@@ -146,13 +154,15 @@ def virtual_engine(
         default_gate=Gate.REPLAY,
         gates=(Gate.NONE, Gate.FIXED, Gate.REPLAY),
         default_threshold=1.0,
-        kv_layout="single",
+        kv_layout=KVLayout.LAST_EXITED if draft_lanes else KVLayout.SINGLE,
         block_size=BLOCK_SIZE,
         num_blocks=1 + width * per_sequence if kv_blocks is None else kv_blocks,
         kv_bytes_per_token=0,
         max_model_len=max(workload.longest, 2),
         boundary_layers=boundary_layers,
-        buckets=(width,),
+        buckets=(most_rows(width, 1 + draft_lanes),),
         device="virtual",
         dtype="none",
+        draft_lanes=draft_lanes,
+        coda_layers=boundary_layers,
     )

@@ -18,18 +18,20 @@ from depthbatch.common.messages import RequestParams, Submit
 if TYPE_CHECKING:
     from depthbatch.frontend.params import SamplingParams
 
-_KEYS = {"prompt_tokens", "output_tokens", "exit_depths", "arrival_s"}
+_KEYS = {"prompt_tokens", "output_tokens", "exit_depths", "known_depths", "arrival_s"}
 
 
 @dataclass(frozen=True)
 class WorkloadRequest:
     """One request. ``exit_depths[j]`` is the depth of decode token j, which carries output token j and yields j + 1;
-    the first output token comes from prefill and has none. A missing entry means r_max."""
+    the first output token comes from prefill and has none. A missing entry means r_max. ``known_depths[j]`` is the number
+    of loops from which on a draft read of decode token j is the token that it yields."""
 
     prompt_tokens: int
     output_tokens: int
     prompt_ids: tuple[int, ...] | None = None
     exit_depths: tuple[int, ...] | None = None
+    known_depths: tuple[int, ...] | None = None
     arrival_s: float = 0.0
 
     @property
@@ -119,25 +121,35 @@ def _parse(item: Any, where: str) -> WorkloadRequest:
     _require(_is_int(count) and count >= 1, f"{where}: prompt_tokens must be a count of at least 1 or a list of ids")
     output = item.get("output_tokens")
     _require(_is_int(output) and output >= 1, f"{where}: output_tokens must be at least 1, not {output!r}")
-    depths = item.get("exit_depths")
+    depths, known = (_parse_depths(item, name, where) for name in ("exit_depths", "known_depths"))
     _require(
-        depths is None or (isinstance(depths, list) and all(_is_int(d) and 1 <= d <= MAX_DEPTH for d in depths)),
-        f"{where}: exit_depths must be a list of depths in 1..{MAX_DEPTH}",
+        known is None or len(known) >= output - 1,
+        f"{where}: known_depths has {len(known or ())} entries for {output - 1} decode tokens",
     )
     arrival = item.get("arrival_s", 0.0)
     _require(
         isinstance(arrival, (int, float)) and not isinstance(arrival, bool) and 0 <= arrival < float("inf"),
         f"{where}: arrival_s must be a time of at least 0, not {arrival!r}",
     )
-    return WorkloadRequest(count, output, ids, None if depths is None else tuple(depths), float(arrival))
+    return WorkloadRequest(count, output, ids, depths, known, float(arrival))
+
+
+def _parse_depths(item: dict[str, Any], name: str, where: str) -> tuple[int, ...] | None:
+    depths = item.get(name)
+    _require(
+        depths is None or (isinstance(depths, list) and all(_is_int(d) and 1 <= d <= MAX_DEPTH for d in depths)),
+        f"{where}: {name} must be a list of depths in 1..{MAX_DEPTH}",
+    )
+    return None if depths is None else tuple(depths)
 
 
 def _as_json(request: WorkloadRequest) -> dict[str, Any]:
     ids = request.prompt_ids
     out: dict[str, Any] = {"prompt_tokens": request.prompt_tokens if ids is None else list(ids)}
     out["output_tokens"] = request.output_tokens
-    if request.exit_depths is not None:
-        out["exit_depths"] = list(request.exit_depths)
+    for name in ("exit_depths", "known_depths"):
+        if (depths := getattr(request, name)) is not None:
+            out[name] = list(depths)
     if request.arrival_s:
         out["arrival_s"] = request.arrival_s
     return out

@@ -88,14 +88,19 @@ def arguments(*options: str) -> argparse.Namespace:
     return parser.parse_args(options)
 
 
-def test_real_processes_on_a_simulated_device(tmp_path: Path) -> None:
-    """cb comes first, every policy finishes the same work, and the depths replayed are those asked for. Speed is not
-    judged: the machine decides it."""
-    profile = tmp_path / "tiny.json"
+def tiny_profile(directory: Path) -> Path:
+    profile = directory / "tiny.json"
     stage = {"delta_ms": 0.2, "gamma_ms": 0.001}
     core = stage | {"alpha_ms": 0.0}
     text = {"name": "tiny", "r_max": 4, "bytes_per_kv_token": 64, "core": core, "prelude": stage, "coda": stage}
     profile.write_text(json.dumps(text | {"prefill": stage, "flops": {"core": 3.0, "boundary": 2.0}}))
+    return profile
+
+
+def test_real_processes_on_a_simulated_device(tmp_path: Path) -> None:
+    """cb comes first, every policy finishes the same work, and the depths replayed are those asked for. Speed is not
+    judged: the machine decides it."""
+    profile = tiny_profile(tmp_path)
     output = tmp_path / "out.json"
     options = ["--device", f"simulated:{profile}", "--workload", "alpaca", "--requests", "6", "--w", "4"]
     exits = ["--exits", '{"2": 1}', "--policy", "refill:2", "--policy", "auto", "--output", str(output)]
@@ -110,3 +115,16 @@ def test_real_processes_on_a_simulated_device(tmp_path: Path) -> None:
     assert all(record["tokens_per_s"] > 0 and record["duration_s"] > 0 for record in records)
     for record in records:  # measured in the scheduler process
         assert 0 < record["scheduler_us_per_stage"]["p50"] <= record["scheduler_us_per_stage"]["p99"]
+
+
+def test_drafts_on_a_simulated_device(tmp_path: Path) -> None:
+    """cb, which has no rows to give, runs without what was asked of the policies; no-refill is not tried by default. Depths are
+    those replayed, however many rows were drafts."""
+    output = tmp_path / "out.json"
+    options = ["--device", f"simulated:{tiny_profile(tmp_path)}", "--workload", "alpaca", "--requests", "4", "--w", "2"]
+    drafts = ["--speculation", "2", "--draft-depth", "1", "--kv-layout", "last_exited"]
+    assert run_throughput(arguments(*options, *drafts, "--exits", '{"2": 1}', "--output", str(output))) == 0
+    record = json.loads(output.read_text())
+    assert (record["policy"], record["mean_depth"], record["requests_finished"]) == ("refill", 2.0, 4)
+    assert 0 < record["acceptance"] <= 1 and 0 < record["draft_lanes_mean"] <= 2
+    assert record["cb_tokens_per_s"] > 0

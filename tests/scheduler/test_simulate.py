@@ -3,17 +3,17 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthbatch.benchmarks.simulate import Run, add_simulate_arguments, report, run_simulate, simulate
-from depthbatch.benchmarks.trace import virtual_engine
+from depthbatch.benchmarks.simulate import Run, add_simulate_arguments, report, run_policy, run_simulate
+from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile
 
@@ -21,16 +21,19 @@ OURO = find_profile("h100-ouro-1.4b")
 KEYS = [
     *("policy", "w", "k", "tokens_per_s", "cb_tokens_per_s", "relative_to_cb", "s_dec", "s_e2e", "realized"),
     *("prefill_share", "idle_share", "mean_depth", "mean_batch", "stage_steps", "scheduler_us_per_stage"),
-    *("requests_finished", "preemptions", "duration_s"),
+    *("requests_finished", "preemptions", "duration_s", "acceptance", "draft_lanes_mean"),
 ]
 
 
 def run(
-    workload: Workload, policy: str = "refill", width: int = 4, mode: str = "off", profile: DeviceProfile = OURO
+    workload: Workload,
+    policy: str = "refill",
+    width: int = 4,
+    mode: str = "off",
+    profile: DeviceProfile = OURO,
+    **options: Any,
 ) -> Run:
-    options = EngineConfig(policy=policy, max_num_seqs=width, async_scheduling=mode)
-    info = virtual_engine(workload, width, profile.r_max, None, profile.boundary_layers)
-    return simulate(workload, profile, SchedulerConfig.resolve(options, info))
+    return run_policy(profile, workload, width, policy=policy, async_scheduling=mode, preemption="recompute", **options)
 
 
 @pytest.mark.parametrize("mode", ["off", "async", "lookahead"])
@@ -56,6 +59,47 @@ def test_arrival_times_are_honoured() -> None:
     assert line["idle_share"] == pytest.approx(1.0 - 2 * alone.duration_s / late.duration_s)
 
 
+@pytest.mark.parametrize("known", [1, 2])
+def test_drafts_take_the_time_of_their_stages(known: int) -> None:
+    """Prompt 100, three output tokens at full depth, one draft lane, read after one loop. A right draft runs one loop behind
+    its head: 5 core steps, a coda more. A wrong one is dropped when the head's token is known, and its position runs anew."""
+    one = run(Workload((WorkloadRequest(100, 3, known_depths=(known, 4)),)), speculation=1, draft_depth=1)
+    right = known == 1
+    cores, core_rows, preludes = (5, 8, 2) if right else (8, 11, 3)
+    context = 4 * 101 + (4 if right else 7) * 102
+    core_ms = 5.4 * cores + 0.027 * core_rows + 9.0e-5 * context
+    expected_ms = (6.0 + 1.92) + preludes * (0.05 + 0.0005) + core_ms + 3 * (0.35 + 0.002)
+    assert one.duration_s == pytest.approx(1e-3 * expected_ms, rel=1e-12)
+    line = report(one, one, OURO, Workload((WorkloadRequest(100, 3),))).as_json()
+    assert (line["acceptance"], line["mean_depth"], one.tokens) == (float(right), 4.0, 3)
+    assert line["draft_lanes_mean"] == pytest.approx(3 / 5 if right else 3 / 8)
+
+
+def test_drafts_are_right_as_often_as_asked() -> None:
+    """Shares by depth come out as they went in, and a draft that a shallow read knows a deeper one knows, too."""
+    many = Workload(tuple(WorkloadRequest(4, 501) for _ in range(40)))
+    drawn = with_known_depths(many, parse_acceptance('{"1": 0.5, "3": 0.8}'), 4)
+    known = np.concatenate([request.known_depths for request in drawn.requests])
+    assert known.size == 20_000 and set(known) == {1, 3, 4}
+    assert [float((known <= depth).mean()) for depth in (1, 2, 3)] == pytest.approx([0.5, 0.5, 0.8], abs=0.01)
+    done = run(drawn, speculation=2, draft_depth=3)
+    assert report(done, done, OURO, drawn).acceptance == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "text", ["1.5", "-0.1", '{"1": 0.9, "2": 0.8}', '{"0": 0.5}', "{}", "much", "[]", '{"1": null}']
+)
+def test_bad_acceptance(text: str) -> None:
+    with pytest.raises(ConfigError, match="draft acceptance"):
+        parse_acceptance(text)
+
+
+def test_which_drafts_are_right_must_be_known() -> None:
+    """A workload that does not say it, and no share given: a figure would be made up."""
+    with pytest.raises(ConfigError, match="known_depths"):
+        run(Workload((WorkloadRequest(100, 3),)), speculation=1)
+
+
 def test_report_follows_the_definitions() -> None:
     """S_dec and S_e2e from a hand-made run; every key of names.md is there."""
     workload = Workload(tuple(WorkloadRequest(50, 20, exit_depths=(2,) * 19) for _ in range(8)))
@@ -77,13 +121,16 @@ def test_report_follows_the_definitions() -> None:
         min_size=1,
         max_size=20,
     ),
-    st.sampled_from(["cb", "no-refill", "refill"]),
+    st.sampled_from(["cb", "no-refill", "refill", "speculation"]),
     st.integers(1, 6),
 )
 def test_no_schedule_beats_the_bound(shapes: list, policy: str, width: int) -> None:
     """The hardware bound is one: whatever the workload, no policy is faster; every token is accounted for."""
     workload = Workload(tuple(WorkloadRequest(p, o, exit_depths=tuple(d)) for p, o, d in shapes))
-    done = run(workload, policy, width)
+    if policy == "speculation":
+        done = run(with_known_depths(workload, {1: 0.8}, 4), "refill", width, speculation=3)
+    else:
+        done = run(workload, policy, width)
     assert done.finished == len(shapes) and done.tokens == sum(o for _, o, _ in shapes)
     assert report(done, done, OURO, workload).of_bound <= 1.0 + 1e-9
 
@@ -109,6 +156,11 @@ def test_command_prints_one_object_or_a_list(tmp_path: Path, capsys: pytest.Capt
     assert [line["policy"] for line in json.loads(capsys.readouterr().out)] == ["cb", "refill", "no-refill"]
     assert run_simulate(parser.parse_args([*base, "--policy", "refill", "--output", str(tmp_path / "o.json")])) == 0
     assert json.loads((tmp_path / "o.json").read_text())["policy"] == "refill" and not capsys.readouterr().out
+    drafts = ["--policy", "refill", "--speculation", "2", "--draft-acceptance", "1"]
+    assert run_simulate(parser.parse_args([*base, *drafts])) == 0
+    assert json.loads(capsys.readouterr().out)["acceptance"] == 1.0
+    with pytest.raises(ConfigError, match="--draft-acceptance needs --speculation"):
+        run_simulate(parser.parse_args([*base, *drafts[:2], *drafts[4:]]))
     with pytest.raises(ConfigError, match="max_num_seqs"):
         run_simulate(parser.parse_args([*base[:4], "--w", "0"]))
     with pytest.raises(ConfigError, match="request 0 cannot be served"):
@@ -119,7 +171,7 @@ def test_workload_file_round_trip(tmp_path: Path) -> None:
     """What is written is read back the same, ids and missing fields included."""
     workload = Workload(
         (
-            WorkloadRequest(3, 4, prompt_ids=(5, 6, 7), exit_depths=(1, 2), arrival_s=0.5),
+            WorkloadRequest(3, 4, prompt_ids=(5, 6, 7), exit_depths=(1, 2), known_depths=(1, 4, 2), arrival_s=0.5),
             WorkloadRequest(10, 1),
         )
     )
@@ -140,6 +192,8 @@ def test_workload_file_round_trip(tmp_path: Path) -> None:
         ('{"requests": [{"prompt_tokens": 4, "output_tokens": true}]}', "output_tokens"),
         ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "exit_depths": [0]}]}', "exit_depths"),
         ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "exit_depths": "24"}]}', "exit_depths"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "known_depths": [256]}]}', "known_depths"),
+        ('{"requests": [{"prompt_tokens": 4, "output_tokens": 4, "known_depths": [2]}]}', "known_depths has 1 entries"),
         ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "arrival_s": -1}]}', "arrival_s"),
         ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "arrival_s": NaN}]}', "arrival_s"),
         ('{"requests": [{"prompt_tokens": 4, "output_tokens": 2, "depth": 2}]}', "unknown field depth"),
