@@ -27,8 +27,8 @@ from urllib.request import urlopen
 import numpy as np
 
 from depthbatch.benchmarks.clients import Endpoint, NativeClient, OpenAIClient
+from depthbatch.benchmarks.load import RequestTimes, send_all
 from depthbatch.benchmarks.record import write_json
-from depthbatch.benchmarks.serve import RequestTimes, send_all
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import EngineDeadError

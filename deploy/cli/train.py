@@ -16,9 +16,9 @@ from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
 from depthbatch.frontend.tokenizer import load_tokenizer
 from depthbatch.training.checkpoints import load_ouro
+from depthbatch.training.corpus import Encode, read_rows
 from depthbatch.training.data import heldout
 from depthbatch.training.recipes import HUGINN_MOST_LOOPS, distillation_rows, train_demo, train_demo_huginn
-from depthbatch.training.texts import Encode, read_rows
 from depthbatch.training.train_gate import KINDS, collect_features, fit_gate, save_gate
 from depthbatch.training.trainer import RunConfig
 

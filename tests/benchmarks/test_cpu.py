@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthbatch.benchmarks import cpu, device_clock, scheduler_cost
+from depthbatch.benchmarks import cpu_speed as cpu
+from depthbatch.benchmarks import device_clock, scheduler_cost
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.layers.cpu.library import cpu_kernels

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from depthbatch.benchmarks.clients import Endpoint, NativeClient, OpenAIClient
-from depthbatch.benchmarks.serve import RequestTimes, add_serve_arguments, parse_goodput, run_serve, send_all, summarise
+from depthbatch.benchmarks.load import RequestTimes, add_serve_arguments, parse_goodput, run_serve, send_all, summarise
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError

@@ -12,7 +12,8 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.attention.select import select_backend
-from depthbatch.worker.layers.cpu import build, library
+from depthbatch.worker.layers.cpu import compile as build
+from depthbatch.worker.layers.cpu import library
 from fakes.attention_cases import kernels_for
 
 DECODE = """

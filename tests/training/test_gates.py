@@ -13,7 +13,7 @@ from safetensors import safe_open
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.deploy.cli.train import add_train_gate_arguments, run_train_gate
 from depthbatch.training.checkpoints import load_ouro
-from depthbatch.training.texts import read_rows
+from depthbatch.training.corpus import read_rows
 from depthbatch.training.train_gate import (
     TokenRow,
     collect_features,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker.layers.cpu.build import BuildError, library_file
+from depthbatch.worker.layers.cpu.compile import BuildError, library_file
 from depthbatch.worker.layers.cpu.memory import zeros_on_large_pages
 from depthbatch.worker.layers.cpu.structs import F32, I32, I64, PTR
 
