@@ -41,6 +41,8 @@ class Answer:
     cuts: bytes = b""  # as the scheduler has told them
     scores: bytes = b""
     prompt_scores: bytes = b""
+    accepted: int = 0  # drafts that were right
+    rejected: int = 0
 
 
 @dataclass
@@ -178,6 +180,8 @@ class LockstepEngine:
             answer.prompt_scores += event.prompt_logprobs
             answer.finish_reason = event.finish_reason
             answer.failure = event.failure
+            answer.accepted += event.accepted_drafts
+            answer.rejected += event.rejected_drafts
 
     def _note_prefills(self, stage: ScheduledStage, sampled: list[Answer]) -> None:
         """Keeps the chunks by slot, and gives them to the request whose first token came of the last one."""
