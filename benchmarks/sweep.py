@@ -120,7 +120,7 @@ def _resumed(sweep: Mapping[str, Any], path: Path, again: str | None) -> list[Ro
 def read_sweep(path: Path) -> dict[str, Any]:
     """A checked sweep file. Raises ConfigError naming file and key."""
     try:
-        sweep = tomllib.loads(path.read_text())
+        sweep = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"sweep {path}: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:

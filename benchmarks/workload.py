@@ -92,7 +92,7 @@ class Workload:
     def read(cls, path: str | Path) -> "Workload":
         """Raises ConfigError naming the file, the request and the field at fault."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"workload {path}: {error.strerror or error}") from None
         except ValueError as error:

@@ -8,6 +8,7 @@ has not) is refused where the model is known.
 import argparse
 import json
 import os
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -32,6 +33,18 @@ ENGINE_GATES = tuple(gate.label for gate in Gate if gate not in (Gate.FIXED, Gat
 MAX_DRAFT_LANES = 8
 AUTO_DRAFT_LANES = 4  # of which auto uses as many as pay
 ENVIRONMENT_PREFIX = "DEPTHBATCH_"
+OTHER_VARIABLES = (
+    "LOG_LEVEL",
+    "CACHE_DIR",
+    "CPU_KERNELS",
+    "RUN_DIR",
+    "PYTHON",
+    "STOP_WAIT_S",
+)  # with the prefix, no option
+# what Kubernetes tells a pod of a service that is named depthbatch, or depthbatch-something
+KUBERNETES = re.compile(
+    r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=|(\w+_)?PORT=(tcp|udp|sctp)://"
+)
 
 Natural = Annotated[int, Meta(ge=1)]
 
@@ -345,7 +358,7 @@ def values_from_sources(
         values |= {name: value for name, value in table.items() if name in options}
     for name, entry in options.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
-        if variable in environ:
+        if environ.get(variable) and not _is_of_kubernetes(name.upper(), environ[variable]):
             values[name] = entry.parse(environ[variable], variable)
     for name, entry in options.items():
         if name in arguments and name != "model":
@@ -353,11 +366,25 @@ def values_from_sources(
     return values
 
 
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    return KUBERNETES.match(f"{name}={value}") is not None
+
+
+def check_environment(environ: Mapping[str, str], options: Collection[str]) -> None:
+    """Raises ConfigError for a variable with our prefix that is neither an option nor anything else that is ours; empty
+    ones are taken for unset."""
+    for variable, value in environ.items():
+        name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if name == variable or not value or name in OTHER_VARIABLES or _is_of_kubernetes(name, value):
+            continue
+        if name.lower() not in options or name != name.upper():
+            raise ConfigError(f"environment variable {variable} is no option{_did_you_mean(name.lower(), options)}")
+
+
 def read_toml(path: Path, options: Mapping[str, Option] = FIELDS) -> dict[str, Any]:
     """The options of a TOML file; names with dashes or underscores. Raises ConfigError naming file, key and value."""
     try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
+        table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -372,10 +399,14 @@ def read_toml(path: Path, options: Mapping[str, Option] = FIELDS) -> dict[str, A
     return values
 
 
-def to_toml(config: Options) -> str:
-    """What --print-config prints: a file that --config reads back as the same configuration."""
+def to_toml(config: Options, hidden: Collection[str] = ()) -> str:
+    """What --print-config prints: a file that --config reads back as the same configuration, but for what is
+    ``hidden``."""
     lines = []
     for name, value in msgspec.structs.asdict(config).items():
+        if value is not None and name in hidden:
+            lines.append(f"# {name} = (set, not shown)")
+            continue
         lines.append(f"# {name} = (found at start)" if value is None else f"{name} = {json.dumps(value)}")
     return "\n".join(lines)
 

@@ -83,14 +83,16 @@ class TextOnly(NamedTuple):
     """What StopChecker lets through."""
 
     text: str
-    stop: str | None  # the stop string that was found; the text ends before it
+    stop: str | None  # the stop string that was found; the text ends before it, or with it
 
 
 class StopChecker:
     """Holds back the longest end of the text that may still become a stop string, and cuts at one that is complete."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], shows_stop: bool = False) -> None:
+        """``shows_stop``: what ends the text is part of it."""
         self._stop = tuple(stop)
+        self.shows_stop = shows_stop
         self._held = ""
 
     def __bool__(self) -> bool:
@@ -108,7 +110,7 @@ class StopChecker:
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda entry: (entry[0] + len(entry[1]), entry[0]))
-            return TextOnly(text[:at], stop)
+            return TextOnly(text[: at + len(stop)] if self.shows_stop else text[:at], stop)
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return TextOnly(text[: len(text) - keep], None)

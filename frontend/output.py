@@ -105,12 +105,14 @@ class OutputAssembler:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         scoring: Scoring = NO_SCORING,
+        shows_stop: bool = False,
     ) -> None:
+        """``shows_stop``: the text ends with the stop string, or the stop token's text, not before it."""
         self._scoring = scoring
         self._scored = scoring.output is not None or scoring.prompt is not None
         self._request_id = request_id
         self._detokenizer = detokenizer
-        self._checker = StopChecker(stop)
+        self._checker = StopChecker(stop, shows_stop)
         self._min_tokens = min_tokens
         self._count = 0  # tokens so far
 
@@ -122,8 +124,8 @@ class OutputAssembler:
         if self._scored:
             self._read_scores(event, delta)
         if self._detokenizer is not None:
-            hidden = event.finish_reason is FinishReason.STOP and ids[-1:] == (event.stop_reason,)
-            shown = ids[:-1] if hidden else ids
+            stopped = event.finish_reason is FinishReason.STOP and ids[-1:] == (event.stop_reason,)
+            shown = ids[:-1] if stopped and not self._checker.shows_stop else ids
             if not self._checker:
                 delta.text = self._detokenizer.push(shown)
             elif self._finds_stop(delta, shown, self._detokenizer):

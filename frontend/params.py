@@ -75,6 +75,7 @@ RANGES = {
     "prompt_logprobs": Range(int, 0, MAX_LOGPROBS),
 }
 BIAS = Range(float, -100.0, 100.0)
+FLAGS = ("ignore_eos", "speculation", "include_stop_str_in_output", "skip_special_tokens")
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -113,13 +114,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
     regex: str | None = None  # the output matches this expression
     choice: Sequence[str] | None = None  # the output is one of these texts
     speculation: bool = True  # may have draft lanes, where the engine has some; the output is the same
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
+    skip_special_tokens: bool = True  # they have no text; False: the text shows them
 
     def __post_init__(self) -> None:
         for name, bounds in RANGES.items():
             value = getattr(self, name)
             if value is not None or (_DEFAULTS[name] is not None and name != "max_tokens"):
                 _check_number(name, value, bounds)
-        for name in ("ignore_eos", "speculation"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         for name, value in self._as_kept().items():

@@ -1,7 +1,8 @@
 """From what callers write (a model's name, a prompt, parameters) to what runs: tokenizer, token ids, one output's assembler."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import EngineInfo
@@ -38,7 +39,9 @@ def encode_prompt(
     check_stop(params, tokenizer)
     if not isinstance(prompt, str):
         try:
-            return [operator.index(token) for token in prompt]
+            if isinstance(prompt, bytes | bytearray | memoryview | set | frozenset | Mapping):  # numbers, but no ids
+                raise TypeError
+            return [_token_id(token) for token in prompt]
         except TypeError:
             raise RequestError("prompt: neither a text nor a list of token ids", "prompt") from None
     if tokenizer is None:
@@ -46,6 +49,13 @@ def encode_prompt(
     if max_tokens is not None:
         check_fewest(tokenizer.fewest_tokens(prompt), max_tokens, "prompt")
     return tokenizer.encode(prompt)
+
+
+def _token_id(token: Any) -> int:
+    """Raises TypeError."""
+    if isinstance(token, bool):
+        raise TypeError
+    return operator.index(token)
 
 
 def check_stop(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -58,6 +68,7 @@ def assembler_of(
     name: str, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
 ) -> OutputAssembler:
     """What turns the token events of one request into its deltas, which carry ``name``."""
-    detokenizer = tokenizer.detokenizer(prompt_ids) if tokenizer is not None else None
+    detokenizer = tokenizer.detokenizer(prompt_ids, params.skip_special_tokens) if tokenizer is not None else None
     scoring = Scoring(params.logprobs, params.prompt_logprobs, prompt_ids)
-    return OutputAssembler(name, detokenizer, params.stop, params.min_tokens, scoring)
+    shows_stop = params.include_stop_str_in_output
+    return OutputAssembler(name, detokenizer, params.stop, params.min_tokens, scoring, shows_stop)

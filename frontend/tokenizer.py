@@ -7,6 +7,7 @@ otherwise. A loaded Tokenizer is never changed again, so any thread may use it. 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def load_tokenizer(directory: Path) -> "Tokenizer | None":
     """
     try:
         if (directory / "tokenizer.json").is_file():
-            backend = Backend.from_file(str(directory / "tokenizer.json"))
+            backend = Backend.from_str((directory / "tokenizer.json").read_text(encoding="utf-8-sig"))
         elif any((directory / name).is_file() for name in OTHER_FILES):
             backend = _converted(directory)
         else:
@@ -155,16 +156,19 @@ class Tokenizer:
             done = end
         return ids + self.encode(text[done:], add_special_tokens=False, allow_special=True)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole sequence, special tokens left out."""
-        return str(self._control.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of a whole sequence, special tokens left out or shown."""
+        return str(self._control.decode(list(token_ids), skip_special_tokens=skip_special))
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """A new incremental decoder for one sequence, or for what follows the ids ``after``."""
         if self._byte_table is not None:
+            if not skip_special:
+                return ByteDetokenizer(self.token_bytes)
             table = self._byte_table
             return ByteDetokenizer(lambda token: table[token] if token < len(table) else b"")
-        return WindowDetokenizer(self.decode, after[-CONTEXT_IDS:])
+        decode = self.decode if skip_special else partial(self.decode, skip_special=False)
+        return WindowDetokenizer(decode, after[-CONTEXT_IDS:])
 
     def token_text(self, token: int) -> str:
         """One token by itself, for display; bytes that are no character show as U+FFFD."""

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from depthbatch import __version__
+from depthbatch.common.config import check_environment
 from depthbatch.common.errors import DepthbatchError
 
 USER_ERROR = 2
@@ -78,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = getattr(arguments, "run", None)
         if run is None:
             parser.error("no command; see depthbatch --help")
+        from depthbatch.frontend.http.settings import OPTION_NAMES
+
+        check_environment(os.environ, OPTION_NAMES)
         code = int(run(arguments))
         sys.stdout.flush()  # at exit it would be too late to say why it failed
         return code

@@ -12,7 +12,8 @@ Generated from the configuration by `python -m depthbatch.deploy.cli.option_docs
 
 Every option can come from the command line (`--max-num-seqs 32`), the environment (`DEPTHBATCH_MAX_NUM_SEQS=32`) or a
 TOML file given with `--config` (`max_num_seqs = 32`). The command line wins over the environment, the environment over
-the file. `depthbatch serve --print-config` shows what is in force, as TOML.
+the file. `depthbatch serve --print-config` shows what is in force, as TOML. A variable that is empty is taken for unset;
+one with the prefix that names no option is an error, but for those that Kubernetes sets for a service of that name.
 """
 
 

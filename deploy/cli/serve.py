@@ -23,7 +23,7 @@ def run_serve(args: argparse.Namespace) -> int:
     engine_config, http_config = configs_from_sources(args, args.model)
     if args.print_config:
         print(to_toml(engine_config))
-        print(to_toml(http_config))
+        print(to_toml(http_config, hidden=("api_key",)))
         return 0
     from depthbatch.frontend.http.server import bind
 

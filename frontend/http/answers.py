@@ -17,12 +17,25 @@ from depthbatch.frontend.http.schemas import ErrorAnswer
 
 T = TypeVar("T")
 
+COMMENT = b": waiting for the first token\n\n"
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
+KEEP_ALIVE_S = 15.0  # without an event: proxies give up on a silent stream after 30 s or 60 s
+LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\u0085": b"\\u0085"}
+_LINE_ENDS = [(char.encode(), escape) for char, escape in LINE_ENDS.items()]
+_to_json = msgspec.json.Encoder().encode
 
 
 class ClientGone(Exception):
     """The socket was closed before the answer was complete; nobody is left to tell."""
+
+
+def _encode(payload: object) -> bytes:
+    """As JSON on one line, whatever its reader takes for the end of a line."""
+    data = _to_json(payload)
+    for char, escape in _LINE_ENDS:
+        if char in data:
+            data = data.replace(char, escape)
+    return data
 
 
 def event(payload: object) -> bytes:
@@ -76,7 +89,8 @@ async def answer(request: Request, work: Awaitable[object]) -> Response:
 
 class EventStream(Response):
     """Server-sent events. The status is decided by the first event: an error before it is a plain JSON answer with
-    its real status, an error after it an ``error`` payload, then the end of the stream."""
+    its real status, an error after it an ``error`` payload, then the end of the stream. A first event that takes longer
+    than KEEP_ALIVE_S is waited for with comments, which decide the status, too."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self.events = events
@@ -95,11 +109,18 @@ class EventStream(Response):
         async with contextlib.aclosing(self.events) as events:
             try:
                 with panics_as_errors():
-                    async for chunk in events:
-                        if not started:
+                    first = asyncio.ensure_future(_next(events))
+                    try:
+                        while not (await asyncio.wait((first,), timeout=KEEP_ALIVE_S))[0]:
+                            await self._write(send, COMMENT, started)
                             started = True
-                            await self._start(send)
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    finally:
+                        await _ended(first)
+                    chunk = first.result()
+                    while chunk is not None:
+                        await self._write(send, chunk, started)
+                        started = True
+                        chunk = await _next(events)
             except Exception as error:
                 failure = as_api_error(error)
                 if not started:
@@ -110,14 +131,30 @@ class EventStream(Response):
             await self._start(send)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
+    async def _write(self, send: Send, chunk: bytes, started: bool) -> None:
+        if not started:
+            await self._start(send)
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
     async def _start(self, send: Send) -> None:
         headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
 
 
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes | None:
+    return await anext(events, None)
+
+
+async def _ended(task: asyncio.Future[bytes | None]) -> None:
+    """Nothing of the task runs any more; its result is for whoever wants it."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait((task,))
+
+
 def documented(answer: type[BaseModel], *, generates: bool = False) -> dict[str, Any]:
     """Route arguments: the answer's shape for the OpenAPI document, and the errors it may have."""
-    statuses = [400, 401, 404, 413, 431, *((500, 503, 504) if generates else ())]
+    statuses = [400, 401, 404, 413, 415, 431, *((500, 503, 504) if generates else ())]
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer}}
     responses |= {status: {"model": ErrorAnswer} for status in statuses}
     if generates:

@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse
 
 from depthbatch import __version__
@@ -31,6 +32,14 @@ def create_app(service: Service, probe: operations.Probe) -> FastAPI:
     app.include_router(operations.routes(service, probe))
     install_handlers(app)
     app.add_middleware(Edge, api_keys=service.config.api_keys, max_body_bytes=service.config.max_body_bytes)
+    if service.config.origins:  # outside the edge: a browser asks whether it may, before it has a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     _use_400_for_422(app)
 
     @app.get("/docs", include_in_schema=False)

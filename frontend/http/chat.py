@@ -55,7 +55,7 @@ class ChatSpelling:
 
     def fields(self, prompt: Prompt) -> dict[str, Any]:
         body = self._body
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_value("top_logprobs", "only with logprobs")
         return {
             "max_tokens": body.max_completion_tokens or body.max_tokens or self._max_model_len - len(prompt.ids),

@@ -78,7 +78,11 @@ class CompletionSpelling:
         if self._body.logprobs is None:
             return None
         tokenizer = self._texts.tokenizer
-        detokenizer = tokenizer.detokenizer(prompt.ids) if tokenizer is not None else None
+        detokenizer = (
+            tokenizer.detokenizer(prompt.ids, self._body.skip_special_tokens is not False)
+            if tokenizer is not None
+            else None
+        )
         echo = None if prompt.offsets is None else Echo(prompt.ids, prompt.offsets, len(prompt.echo))
         return CompletionLogprobs(TokenNames(tokenizer, bool(self._body.return_tokens_as_token_ids)), detokenizer, echo)
 

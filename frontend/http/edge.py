@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.errors import ApiError
+from depthbatch.frontend.params import shown
 
 # what probes and scrapers read without a key; everything that names or runs a model needs one
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
@@ -102,6 +103,9 @@ class Edge:
         path = scope["path"]
         if self.api_keys and path not in OPEN_PATHS and not scope[CLIENT]:
             return ApiError(401, "no valid API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.strip().lower() not in ("identity", ""):
+            return ApiError(415, f"content-encoding {shown(encoding)}: send the body as it is", code="compressed_body")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             return BodyTooLarge(self.max_body_bytes)

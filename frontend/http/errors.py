@@ -11,11 +11,17 @@ from starlette.exceptions import HTTPException
 from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
-from depthbatch.frontend.params import ContextLengthError, complaint, shown
+from depthbatch.frontend.params import FLAGS, ContextLengthError, complaint, shown
 
 log = get_logger("http")
 
 UNION_TAGS = ("str", "int", "float", "bool", "dict")  # what pydantic adds to a location for the arms of a union
+
+
+NOT_SERVED = {
+    "/v1/responses": " (this server keeps no conversations and calls no tools: send the messages to /v1/chat/completions)",
+    "/v1/embeddings": " (this server generates; it has no embeddings)",
+}
 
 
 class ApiError(Exception):
@@ -91,7 +97,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 
 
 def _complaint(name: str, where: list[Any], first: Mapping[str, Any], value: Any) -> str:
-    own = complaint(name, value) if first["type"] != "bool_type" or name in ("ignore_eos", "speculation") else None
+    own = complaint(name, value) if first["type"] != "bool_type" or name in FLAGS else None
     if own is not None:
         return own
     if first["type"] == "missing":
@@ -101,11 +107,22 @@ def _complaint(name: str, where: list[Any], first: Mapping[str, Any], value: Any
         return f"{_path(where)} must be true or false, not {given}"
     if name in HTTP_RANGES:
         return f"{name} must be {HTTP_RANGES[name]}, not {given}"
+    if limits := _text_limits(first):
+        return f"{_path(where)} must be {limits}, not {given}"
     fields = [part for part in where if isinstance(part, str) and part in SHAPES]
     if fields and first["type"] != "value_error":
         place = _path(where[: where.index(fields[-1]) + 1])
         return f"{place} must be {SHAPES[fields[-1]]}, not {given}"
     return f"{_path(where)}: {first['msg']}"
+
+
+def _text_limits(first: Mapping[str, Any]) -> str | None:
+    """What a text with limits of its own may be; None when the complaint is about something else."""
+    if first["loc"][-1] != "name":
+        return None
+    if first["type"] == "string_pattern_mismatch":
+        return "1 to 64 of the characters A-Z, a-z, 0-9, _ and -"
+    return f"a text of at most {first['ctx']['max_length']} characters" if first["type"] == "string_too_long" else None
 
 
 def _path(where: list[Any]) -> str:
@@ -133,7 +150,8 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message, code = str(error.detail), None
         if error.status_code == 404:
-            message = f"no such path: {request.url.path[:200]}"
+            reason = NOT_SERVED.get(request.url.path.rstrip("/"), "")
+            message = f"no such path: {request.url.path[:200]}{reason}"
         elif error.status_code == 400:
             message, code = "the body is not valid JSON", "invalid_json"  # not UTF-8, or nested too deeply to parse
         return ApiError(error.status_code, message, code=code, headers=error.headers).response()

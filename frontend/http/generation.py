@@ -18,7 +18,7 @@ from depthbatch.common.splitmix64 import ALL_BITS
 from depthbatch.frontend.http.answers import EventEncoder
 from depthbatch.frontend.http.errors import ApiError, bad_value, overloaded
 from depthbatch.frontend.http.logprobs import LogprobFormat
-from depthbatch.frontend.http.request_fields import check_extras, renamed, sampling_fields
+from depthbatch.frontend.http.request_fields import check_body, renamed, sampling_fields
 from depthbatch.frontend.http.schemas import GenerationFields
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
@@ -100,10 +100,10 @@ class Service:
     def check(self, body: GenerationFields) -> None:
         """Refuses what can be refused without tokens. Raises ApiError."""
         self.check_model(body.model)
-        check_extras(body.model_extra)
+        check_body(body)
         if (body.n or 1) > self.config.max_n:
             raise bad_value("n", f"{body.n} is more than this server's limit of {self.config.max_n}")
-        if body.stream_options is not None and not body.stream:
+        if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
             raise bad_value("stream_options", "only with stream")
 
     def check_model(self, name: str | None) -> None:

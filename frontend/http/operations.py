@@ -15,7 +15,7 @@ from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.http.answers import documented, json_answer
 from depthbatch.frontend.http.errors import bad_value
 from depthbatch.frontend.http.generation import Service
-from depthbatch.frontend.http.request_fields import check_extras
+from depthbatch.frontend.http.request_fields import check_body
 from depthbatch.frontend.http.schemas import (
     AbortAnswer,
     AbortRequest,
@@ -104,7 +104,7 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
         service.check_model(body.model)
-        check_extras(body.model_extra)
+        check_body(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad_value("prompt", "give either prompt or messages")
         if body.messages is not None:
@@ -123,7 +123,7 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
-        check_extras(body.model_extra)
+        check_body(body)
         largest = max(body.tokens, default=0)
         if largest >= service.engine.info.vocab_size:
             raise bad_value("tokens", f"{largest} is not below the vocabulary size {service.engine.info.vocab_size}")

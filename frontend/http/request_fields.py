@@ -8,7 +8,7 @@ from typing import Any
 from depthbatch.common.errors import RequestError
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.errors import ApiError, bad_value, code_of
-from depthbatch.frontend.http.schemas import GenerationFields
+from depthbatch.frontend.http.schemas import Body, GenerationFields
 from depthbatch.frontend.params import SamplingParams
 
 log = get_logger("http")
@@ -70,22 +70,90 @@ UNSUPPORTED: dict[str, Neutral] = {
     "logits_processors": _empty,
     "lora_request": _null,
     "kv_transfer_params": _null,
+    "regex": _null,
+    "ebnf": _null,
+    "json_schema": _null,
+    "structural_tag": _null,
+    "spaces_between_special_tokens": lambda value: value in (None, True),
+    "echo": _off,
+    "conversation": _null,
+    "previous_response_id": _null,
+}
+# the same of objects within a body, by the field or the list that holds them
+UNSUPPORTED_WITHIN: dict[str, dict[str, Neutral]] = {
+    "messages": {
+        "tool_calls": _empty,
+        "tool_call_id": _null,
+        "function_call": _null,
+        "reasoning": _empty,
+        "reasoning_content": _empty,
+        "refusal": _empty,
+        "audio": _null,
+        "annotations": _empty,
+        "prefix": _off,
+    },
+    "stream_options": {"continuous_usage_stats": _off, "include_obfuscation": _off},
+    "response_format": {"grammar": _null, "structures": _null, "triggers": _null},
+    "structured_outputs": {
+        "grammar": _null,
+        "ebnf": _null,
+        "json_object": _off,
+        "structural_tag": _null,
+        "whitespace_pattern": _null,
+        "disable_fallback": _off,
+        "disable_any_whitespace": _off,
+        "disable_additional_properties": _off,
+    },
+}
+REASONS = {
+    **dict.fromkeys(("tools", "functions", "tool_calls", "tool_call_id"), "this engine's models call no tools"),
+    **dict.fromkeys(
+        ("regex", "ebnf", "json_schema", "grammar"), "say what constrains the output in structured_outputs"
+    ),
+    **{f"guided_{kind}": "its name is structured_outputs now" for kind in ("json", "regex", "choice", "grammar")},
+    **dict.fromkeys(("conversation", "previous_response_id"), "this server keeps no conversations: send the messages"),
 }
 
 # bookkeeping that changes no output; accepted without a word
-HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier"})
+HARMLESS = frozenset(
+    {"user", "store", "metadata", "service_tier", "cache_control", "parallel_tool_calls", "safety_identifier"}
+)
 
 _warned: set[str] = set()
 MAX_WARNED = 1000  # names come from clients: the set must not grow with them
 
 
-def check_extras(extras: Mapping[str, Any] | None) -> None:
+def check_body(body: Body) -> None:
+    """Refuses what is known and unsupported in a body, or in an object within it. Raises ApiError (400)."""
+    check_extras(body.model_extra)
+    for name in body.model_fields_set:
+        _check_within(name, name, getattr(body, name, None))
+
+
+def _check_within(name: str, place: str, value: Any) -> None:
+    """``name``: the field whose value it is, or the list's; ``place``: where that is in the body."""
+    if isinstance(value, Body):
+        check_extras(value.model_extra, UNSUPPORTED_WITHIN.get(name, {}), place)
+        for inner in value.model_fields_set & type(value).model_fields.keys():
+            _check_within(inner, f"{place}.{inner}", getattr(value, inner))
+    elif isinstance(value, list) and value and isinstance(value[0], Body):
+        for index, item in enumerate(value):
+            _check_within(name, f"{place}[{index}]", item)
+
+
+def check_extras(
+    extras: Mapping[str, Any] | None, unsupported: Mapping[str, Neutral] = UNSUPPORTED, place: str = ""
+) -> None:
     """Refuses what is known and unsupported, warns once about what nobody knows. Raises ApiError (400)."""
     for name, value in (extras or {}).items():
-        neutral = UNSUPPORTED.get(name)
+        neutral = unsupported.get(name)
         if neutral is not None:
             if not neutral(value):
-                raise ApiError(400, f"{name}: not supported by this engine", param=name, code="unsupported_field")
+                path = f"{place}.{name}" if place else name
+                message = f"{path}: not supported by this engine"
+                reason = f" ({REASONS[name]})" if name in REASONS else ""
+                param = place.partition("[")[0].partition(".")[0] or name
+                raise ApiError(400, message + reason, param=param, code="unsupported_field")
         elif name not in HARMLESS and name not in _warned and len(_warned) < MAX_WARNED:
             _warned.add(name)
             log.warning("ignored unknown field %r", name[:64])
@@ -118,7 +186,9 @@ def constraint_fields(body: GenerationFields) -> dict[str, Any]:
 
 def renamed(error: RequestError, body: GenerationFields) -> ApiError:
     """An error of the engine with the name of the field that the client used."""
-    param = error.param
+    param, message = error.param, str(error)
+    if param == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
+        param, message = "max_completion_tokens", message.replace("max_tokens", "max_completion_tokens", 1)
     if param in ENGINE_NAMES:
         param = "structured_outputs" if body.structured_outputs is not None else "response_format"
-    return ApiError(400, str(error), param=param, code=code_of(error))
+    return ApiError(400, message, param=param, code=code_of(error))

@@ -4,7 +4,7 @@ a request may be is in frontend.params.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from depthbatch.common.frames import MAX_DEPTH
 from depthbatch.common.gates import GATE_BY_LABEL
@@ -30,6 +30,7 @@ HTTP_RANGES = {  # of the numbers that only HTTP has, or that mean something els
     "top_logprobs": RANGES["logprobs"],
     "max_completion_tokens": RANGES["max_tokens"],
 }
+WHOLE = frozenset(name for name, bounds in {**RANGES, **HTTP_RANGES}.items() if bounds.kind is int)
 # what a field of several types may be, for the one line that an error is
 SHAPES = {
     "prompt": f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of either, none of them empty",
@@ -109,6 +110,15 @@ class StructuredOutputs(Body):
 class GenerationFields(Body):
     """What completions and chat completions share."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, values: Any) -> Any:
+        """16.0 is what some JSON writers make of 16."""
+        if not isinstance(values, dict):
+            return values
+        whole = {name: int(v) for name, v in values.items() if type(v) is float and name in WHOLE and v.is_integer()}
+        return {**values, **whole} if whole else values
+
     model: str | None = Field(None, description="name of the served model, as /v1/models lists it")
     n: int | None = ranged("n", "choices a prompt; choice i draws with seed + i")
     stream: bool | None = Field(None, description="answer with server-sent events")
@@ -122,6 +132,8 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     min_tokens: int | None = ranged("min_tokens")
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="the text ends with what stopped it")
+    skip_special_tokens: bool | None = Field(None, description="false: the text shows special tokens")
     speculation: bool | None = Field(None, description="false: no draft lanes; the output is the same")
     presence_penalty: float | None = ranged("presence_penalty", "off tokens that the output holds")
     frequency_penalty: float | None = ranged("frequency_penalty", "the same, times how often")
@@ -175,7 +187,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: str = Field(pattern=r"^[a-z_]{1,32}$")  # goes into the template as it is: no room for control tokens
-    content: Text | list[TextPart]
+    content: Text | list[TextPart] | None = Field(description="null: an assistant's message without a text")
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
 
 

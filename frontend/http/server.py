@@ -160,6 +160,8 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: object) -> None:
             self._active = cycle
+            if cycle.scope["http_version"] == "1.0":
+                _end_with_connection(cycle)
             super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -169,6 +171,22 @@ def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
     return BoundedProtocol
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: a body whose length is not told ends where its connection does."""
+    send, framed = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal framed
+        if message["type"] == "http.response.start":
+            framed = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if framed else False
+        elif not framed:
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn holds the two against each other
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
 def _without_upgrade(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:

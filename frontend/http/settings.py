@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 from collections.abc import Mapping
 from typing import Annotated
@@ -9,7 +10,16 @@ from typing import Annotated
 from msgspec import Meta
 
 from depthbatch.common.config import FIELDS as ENGINE_FIELDS
-from depthbatch.common.config import EngineConfig, Natural, Options, option, options_of, values_from_sources
+from depthbatch.common.config import (
+    EngineConfig,
+    Natural,
+    Options,
+    check_environment,
+    option,
+    options_of,
+    values_from_sources,
+)
+from depthbatch.common.errors import ConfigError
 
 DRAIN_NOTICE = signal.SIGUSR1  # to the frontend: SIGTERM is on its way, take no new work
 
@@ -44,7 +54,24 @@ class HttpConfig(Options, frozen=True):
     stall_s: Annotated[
         Annotated[float, Meta(ge=0.1)], option("with work waiting, no step for this long means unhealthy")
     ] = 30.0
+    cors_origins: Annotated[
+        str | None,
+        option("origins whose pages may call this server, as https://host:port, separated by commas; * = any"),
+    ] = None
     chat_template_kwargs: Annotated[str, option("names clients may set, separated by commas")] = "enable_thinking"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.api_key is not None and not self.api_keys:
+            raise ConfigError("api_key holds no key: leave it out to serve without one")
+        for origin in self.origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(f"cors_origins: {origin!r} is no origin, as https://host:port, and not *")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Of ``cors_origins``."""
+        return tuple(origin.strip().rstrip("/") for origin in (self.cors_origins or "").split(",") if origin.strip())
 
     @property
     def api_keys(self) -> tuple[bytes, ...]:
@@ -63,12 +90,16 @@ class HttpConfig(Options, frozen=True):
 
 
 HTTP_FIELDS = options_of(HttpConfig)
+OPTION_NAMES = (*ENGINE_FIELDS, *HTTP_FIELDS)
 
 
 def configs_from_sources(
     arguments: argparse.Namespace, model: str, environ: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, HttpConfig]:
     """Both configurations of a server; one TOML file may hold the options of both. Raises ConfigError."""
+    check_environment(environ, OPTION_NAMES)
+    if getattr(arguments, "api_key", None) == "":  # an empty text would stand for none
+        raise ConfigError("--api-key is empty: leave it out to serve without a key")
     engine = values_from_sources(arguments, environ, ENGINE_FIELDS, HTTP_FIELDS)
     http = values_from_sources(arguments, environ, HTTP_FIELDS, ENGINE_FIELDS)
     return EngineConfig.from_values({**engine, "model": model}), HttpConfig(**http)

@@ -53,6 +53,9 @@ class Texts:
         ``max_tokens``: as of ``encode``."""
         tokenizer = self._needed("messages")
         kwargs = self._template_kwargs(fields)
+        for index, message in enumerate(messages):
+            if message.content is None and message.role != "assistant":
+                raise bad_value("messages", f"[{index}].content is null, which only an assistant's may be")
         plain = [_plain(message) for message in messages]
         return await self._run(lambda: tokenizer.encode_chat(plain, max_tokens, **kwargs))
 
@@ -99,7 +102,9 @@ class Texts:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content, **named}
 

@@ -139,6 +139,7 @@ def test_files_as_windows_and_older_tools_write_them(tmp_path: Path) -> None:
     backend = tokenizer_of(LOOP)._control
     backend.save(str(tmp_path / "tokenizer.json"))
     mark = b"\xef\xbb\xbf"
+    (tmp_path / "tokenizer.json").write_bytes(mark + (tmp_path / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_bytes(mark + b"{{ eos_token }}{{ bos_token }}{{ messages[0].content }}")
     names = {"eos_token": {"content": "<|eos|>", "lstrip": False}, "bos_token": "<s>"}
     (tmp_path / "special_tokens_map.json").write_bytes(mark + json.dumps(names).encode())

@@ -61,7 +61,9 @@ def test_precedence(name: str, tmp_path: Path) -> None:
     as_default = "" if default is None else str(default)
     assert getattr(config_from_sources(parse(), {}), name) == default
     assert getattr(config_from_sources(parse(*from_file), {}), name) == value
-    assert getattr(config_from_sources(parse(*from_file), {variable: as_default}), name) == default
+    from_environment = value if default is None else default  # an empty variable is none
+    assert getattr(config_from_sources(parse(*from_file), {variable: as_default}), name) == from_environment
+    assert getattr(config_from_sources(parse(*from_file, option, as_default), {}), name) == default
     assert getattr(config_from_sources(parse(*from_file, option, str(value)), {variable: as_default}), name) == value
 
 

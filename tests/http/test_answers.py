@@ -1,12 +1,19 @@
 """Answers as bytes on the wire: streams against plain answers, echo, lists, depths, usage, stop strings, chat."""
 
 import json
+import socket
+import time
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from depthbatch.common.errors import ConfigError
+from depthbatch.frontend.http.answers import EventEncoder, event
+from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.tokenizer import Tokenizer
 from fakes.http_server import LiveServer
 from fakes.serving_engine import NATURAL_LENGTH, R_MAX, fake_drafts, fake_logprob
 
@@ -198,6 +205,90 @@ def test_tokens_by_their_ids(http: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
     answer = http.post("/v1/chat/completions", json={**chat, "return_tokens_as_token_ids": True}).json()
     assert all(entry["token"].startswith("token_id:") for entry in answer["choices"][0]["logprobs"]["content"])
+
+
+def test_stop_strings_and_special_tokens_are_shown_when_asked(http: httpx.Client) -> None:
+    """include_stop_str_in_output and skip_special_tokens were accepted and ignored."""
+    body = {"prompt": "abc", "max_tokens": 60, "seed": 1, "temperature": 1}
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert whole["finish_reason"] == "stop" and "<|eos|>" not in whole["text"]
+    stop = whole["text"][4:7]
+    cut = http.post("/v1/completions", json={**body, "stop": stop}).json()["choices"][0]["text"]
+    shown = http.post("/v1/completions", json={**body, "stop": stop, "include_stop_str_in_output": True}).json()
+    assert shown["choices"][0]["text"] == cut + stop == whole["text"][: len(cut) + 3]
+    both = {"skip_special_tokens": False, "include_stop_str_in_output": True, "logprobs": 0}
+    (choice,) = http.post("/v1/completions", json={**body, **both}).json()["choices"]
+    assert choice["text"] == whole["text"] + "<|eos|>"
+    assert choice["logprobs"]["text_offset"][-1] == len(whole["text"])
+    ids = [97, 257, 98]
+    ended = {"prompt": ids, "max_tokens": 60, "skip_special_tokens": False, "seed": 1}
+    (choice,) = http.post("/v1/completions", json=ended).json()["choices"]
+    assert "<|eos|>" not in choice["text"]  # what stopped it is not shown by that alone
+
+
+@pytest.mark.parametrize("char", ["\u2028", "\u2029", "\u0085"])
+def test_an_event_is_one_line_for_every_reader(char: str) -> None:
+    """Bug: readers that split at Unicode's line ends (httpx's iter_lines, JavaScript's) broke an event that held one."""
+    data = event({"text": f"a{char}b"})
+    assert len(data.decode().splitlines()) == 2 and json.loads(data[6:]) == {"text": f"a{char}b"}
+    assert EventEncoder({"a": char}).event({"b": char}).decode().count("\\u") == 2
+
+
+def test_an_http_1_0_stream_ends_with_its_connection(live: LiveServer) -> None:
+    """Bug: streams were sent in chunks, which HTTP/1.0 clients, nginx by default among them, take for text."""
+    body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": True}).encode()
+    for path, text in (("/v1/completions", body), ("/v1/completions", body.replace(b"true", b"false"))):
+        with socket.create_connection(urlsplit(live.url).netloc.split(":")) as connection:
+            head = f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+            connection.sendall(head.encode() + text)
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        head, _, answer = received.partition(b"\r\n\r\n")
+        assert b" 200 " in head and b"chunked" not in head.lower()
+        assert (
+            answer.endswith(b"data: [DONE]\n\n") and answer.startswith(b"data: {")
+            if b"true" in text
+            else json.loads(answer)
+        )
+
+
+def test_a_stream_that_waits_says_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: while a request waited for its first token the connection was silent, and proxies gave it up. Comments come
+    meanwhile; a client that goes away then still ends its request, and an error after them is an event."""
+    monkeypatch.setattr("depthbatch.frontend.http.answers.KEEP_ALIVE_S", 0.05)
+    with LiveServer(tokenizer) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        server.call(server.engine.prefill_open.clear)
+        body = {"prompt": "abc", "max_tokens": 3, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith(": ") and next(lines) == "" and next(lines).startswith(": ")
+        while server.engine.known:
+            time.sleep(0.01)
+        with http.stream("POST", "/v1/completions", json={**body, "timeout_s": 0.3}) as answer:
+            data = [line for line in answer.iter_lines() if line.startswith("data: ")]
+        assert json.loads(data[0][6:])["error"]["code"] == "timeout" and data[1:] == ["data: [DONE]"]
+        server.call(server.engine.prefill_open.set)
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            data = [line for line in answer.iter_lines() if line.startswith("data: ")]
+        assert len(data) == 4
+
+
+def test_pages_of_other_origins(tokenizer: Tokenizer) -> None:
+    """--cors-origins: a browser's question is answered without a key, its request with the header that it looks for;
+    other origins, and servers without the option, get no such header."""
+    asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization,content-type"
+    options = {"api_key": "k", "cors_origins": "https://a.example, https://b.example:8443/"}
+    with LiveServer(tokenizer, **options) as server, httpx.Client(base_url=server.url) as http:
+        answer = http.options("/v1/completions", headers=asked)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"origin": "https://b.example:8443"})
+        assert answer.status_code == 401
+        assert answer.headers["access-control-allow-origin"] == "https://b.example:8443"
+        answer = http.get("/v1/models", headers={"origin": "https://c.example", "authorization": "Bearer k"})
+        assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+    with pytest.raises(ConfigError, match="no origin"):
+        HttpConfig(cors_origins="a.example")
 
 
 def test_typed_control_tokens_stay_text(http: httpx.Client) -> None:

@@ -15,7 +15,7 @@ BAD = [
     ("top_k", -2), ("top_k", 1.5), ("top_k", "5"), ("top_k", 2**40),
     ("min_p", -0.5), ("min_p", 2), ("min_p", {}),
     ("seed", "abc"), ("seed", 1.5), ("seed", 2**70),
-    ("n", 0), ("n", -1), ("n", 17), ("n", 10**9), ("n", "2"), ("n", 1.0),
+    ("n", 0), ("n", -1), ("n", 17), ("n", 10**9), ("n", "2"), ("n", 1.5),
     ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1.5), ("max_tokens", "10"), ("max_tokens", 2**31),
     ("max_tokens", MAX_MODEL_LEN),
     ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", "1"),
@@ -49,6 +49,9 @@ BAD = [
 ]  # fmt: skip
 
 UNSUPPORTED = [
+    ("regex", "a+"), ("ebnf", "root ::= x"), ("json_schema", {}), ("spaces_between_special_tokens", False),
+    ("structured_outputs", {"grammar": "x"}), ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
+    ("stream_options", {"continuous_usage_stats": True}),
     ("best_of", 2), ("suffix", "x"), ("prompt_logprobs", 1), ("length_penalty", 2),
     ("guided_json", {}), ("guided_regex", "(a+)+$"), ("prompt_embeds", "AAAA"), ("tools", [{}]), ("functions", [{}]),
     ("chat_template", "{{ 7 * 7 }}"), ("use_beam_search", True),
@@ -81,6 +84,57 @@ def test_unsupported_field_is_refused_by_name(http: httpx.Client, field: str, va
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
     assert answer.json()["error"]["code"] == "unsupported_field"
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
+        ({"tool_call_id": "1"}, "messages[1].tool_call_id"),
+        ({"reasoning_content": "hm"}, "messages[1].reasoning_content"),
+        ({"content": None, "role": "user"}, "messages: [1].content is null"),
+        ({"name": "n" * 65}, "messages[1].name must be 1 to 64 of the characters"),
+    ],
+)
+def test_what_is_wrong_within_a_message_is_named(http: httpx.Client, message: dict, place: str) -> None:
+    """Bug: tool calls in a message were accepted and ignored, and a name of 65 characters was an error of messages as a
+    whole, without a word of the name."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **message}]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages" and answer.json()["error"]["message"].startswith(place)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"top_logprobs": 0}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}, {"max_tokens": 16.0},
+        {"n": 1.0}, {"tool_choice": "none", "tools": []}, {"seed": 5.0},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": None}]},
+        {"messages": [{"role": "user", "content": "x", "refusal": None, "annotations": []}]},
+    ],
+)  # fmt: skip
+def test_what_asks_for_nothing_is_accepted(http: httpx.Client, field: dict) -> None:
+    """Bug: clients that send a field's default, or 16.0 for 16, were refused."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **field}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_errors_name_what_the_client_wrote(http: httpx.Client) -> None:
+    """Bug: max_completion_tokens was blamed as max_tokens; the name of a schema as its whole format; a compressed body and
+    the address of an API that is not here got no word of why."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 5000}
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "max_completion_tokens" and error["message"].startswith("max_completion_tokens 5000")
+    named = {"type": "json_schema", "json_schema": {"name": "n" * 65, "schema": {}}}
+    error = _post(http, "response_format", named).json()["error"]
+    assert error["message"].startswith("response_format.json_schema.name must be a text of at most 64")
+    answer = http.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415 and "gzip" in answer.json()["error"]["message"]
+    answer = http.post("/v1/responses", json={"input": "x"})
+    assert answer.status_code == 404 and "/v1/chat/completions" in answer.json()["error"]["message"]
+    error = http.post("/v1/completions", json={"prompt": "x", "tools": [{}]}).json()["error"]
+    assert error["param"] == "tools" and "call no tools" in error["message"]
 
 
 def test_neutral_and_unknown_fields_are_accepted(http: httpx.Client) -> None:

@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(values, dict):
