@@ -5,6 +5,7 @@ fixed depth are per request, so one engine serves all of them at once; KV layout
 
 Depths are those of decode tokens: a fixed depth or a gate has no say over the prompt and the first output token, which
 prefill computes at full depth. ``by_layout`` truncates the loops of everything, prefill included (paper, Table 5).
+``by_draft_depth`` says how often a readout after few loops is the token that the exit gives (docs/speculation.md).
 """
 
 import argparse
@@ -18,9 +19,15 @@ import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.record import write_json
-from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
+from depthbatch.common.config import (
+    FIELD_NAMES,
+    MAX_DRAFT_LANES,
+    EngineConfig,
+    add_config_arguments,
+    config_from_sources,
+)
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.gates import Gate
+from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
 from depthbatch.training.data import Example, heldout
@@ -214,7 +221,10 @@ def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> R
             fixed = [Setting(Gate.FIXED, depth=depth) for depth in fixed_depths(info.r_max, quick)]
             gated = gate_settings(info, quick)
             runs = layout_runs(info, layouts, quick)
-            bar.reset(total=len(examples) * (1 + len(fixed) + len(gated) + len(runs)))
+            draft_depths = (
+                fixed_depths(info.r_max, quick) if KVLayout(info.kv_layout).keeps_every_loop(info.r_max) else []
+            )
+            bar.reset(total=len(examples) * (1 + len(fixed) + len(gated) + len(runs) + 2 * len(draft_depths)))
             full, *others = ask(llm, examples, [FULL_DEPTH, *fixed, *gated], bar.update)
         fixed_answers = [*others[: len(fixed)], full._replace(setting=Setting(Gate.FIXED, depth=info.r_max))]
         report = depth_report(examples, full, fixed_answers, others[len(fixed) :])
@@ -223,6 +233,13 @@ def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> R
             with _engine(msgspec.structs.replace(config, kv_layout=layout, max_loops=loops)) as llm:
                 (answers,) = ask(llm, examples, [FULL_DEPTH], bar.update)
                 report["by_layout"].append(_layout_row(llm.info, score(examples, answers.outputs).accuracy))
+        shown = Setting(GATE_BY_LABEL[report["by_class_setting"]["gate"]], report["by_class_setting"]["threshold"])
+        asked = list(dict.fromkeys((FULL_DEPTH, shown)))
+        report["by_draft_depth"] = []
+        for depth in draft_depths:
+            drafts = {"policy": "refill", "speculation": MAX_DRAFT_LANES, "draft_depth": depth}
+            with _engine(msgspec.structs.replace(config, **drafts)) as llm:
+                report["by_draft_depth"] += [draft_row(depth, a) for a in ask(llm, examples, asked, bar.update)]
     return {"r_max": info.r_max, "kv_layout": str(info.kv_layout), "dtype": info.dtype} | report
 
 
@@ -235,6 +252,14 @@ def _engine(config: EngineConfig) -> "LLM":
 def _layout_row(info: EngineInfo, accuracy: float) -> Report:
     kib = info.kv_bytes_per_token / 1024
     return {"layout": str(info.kv_layout), "max_loops": info.r_max, "accuracy": accuracy, "kib_per_token": kib}
+
+
+def draft_row(depth: int, answers: Answers) -> Report:
+    """How often drafts read after ``depth`` loops were the token they stood for; null without any."""
+    right = sum(output.accepted_drafts for output in answers.outputs)
+    drafts = right + sum(output.rejected_drafts for output in answers.outputs)
+    setting = {"gate": answers.setting.gate.label, "threshold": answers.setting.threshold}
+    return {"depth": depth, **setting, "drafts": drafts, "acceptance": right / drafts if drafts else None}
 
 
 def depth_report(
@@ -292,6 +317,13 @@ def tables(report: Report) -> str:
         *_columns(
             ("layout", "loops", "exact %", "KiB/token"),
             ((r["layout"], r["max_loops"], r["accuracy"], f"{r['kib_per_token']:g}") for r in report["by_layout"]),
+        ),
+        *_columns(
+            ("draft depth", "gate", "drafts", "right %"),
+            (
+                (r["depth"], f"{r['gate']} {r['threshold'] or ''}", r["drafts"], r["acceptance"])
+                for r in report["by_draft_depth"]
+            ),
         ),
         *_columns(
             (f"class ({at})", "exact %", "depth", "tokens at depth"),

@@ -1,7 +1,7 @@
 """All pictures of benchmark results (matplotlib, an optional dependency): of sweeps, of their inputs, of accuracy.
 
-A sweep's figure is a map: ``file``, ``x``, ``y``, ``lines``, and optionally ``panels``, ``bounds`` (more keys of the rows,
-drawn dashed), ``log_x``, ``log_y``, ``x_label``, ``y_label``, ``y_max``. ``lines`` and ``panels`` are axes of the sweep, ``x``
+A sweep's figure is a map: ``file``, ``x``, ``y``, ``lines``, and optionally ``panels``, ``where`` (axis -> value: only rows that
+have them), ``bounds`` (more keys of the rows, drawn dashed), ``log_x``, ``log_y``, ``x_label``, ``y_label``, ``y_max``. ``lines`` and ``panels`` are axes of the sweep, ``x``
 is an axis or a key of the rows, ``y`` a key of the rows.
 """
 
@@ -21,7 +21,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
-_KEYS = {"file", "x", "y", "lines", "panels", "bounds", "log_x", "log_y", "x_label", "y_label", "y_max", "title"}
+_KEYS = {
+    "file",
+    "x",
+    "y",
+    "lines",
+    "panels",
+    "where",
+    "bounds",
+    "log_x",
+    "log_y",
+    "x_label",
+    "y_label",
+    "y_max",
+    "title",
+}
 _LABELS = {
     "relative_to_cb": "throughput / CB",
     "tokens_per_s": "tokens/s",
@@ -31,6 +45,7 @@ _LABELS = {
     "exits": "exit threshold",
     "rate": "requests/s",
     "k_share": "K / W",
+    "draft_acceptance": "acceptance",
 }
 # a fixed place in the colour cycle for each policy and gate, so that pictures can be compared
 _COLOURS = {"cb": "0.35", "no-refill": "tab:orange", "refill": "tab:blue", "auto": "tab:green"}
@@ -62,6 +77,7 @@ def draw(rows: Sequence[Row], figure: Mapping[str, Any], title: str, path: Path)
     unknown = sorted(set(figure) - _KEYS)
     if unknown:
         raise ConfigError(f"figure {figure.get('file')}: unknown key {', '.join(unknown)}")
+    rows = [row for row in rows if all(row[f"axis_{axis}"] == v for axis, v in figure.get("where", {}).items())]
     for column in (figure["y"], *figure.get("bounds", ())):
         if not rows or column not in rows[0]:
             raise ConfigError(f"figure {figure['file']}: the results have no {column!r}")

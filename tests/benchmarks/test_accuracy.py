@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from depthbatch.benchmarks import accuracy
@@ -158,6 +159,9 @@ def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert [(r["layout"], r["max_loops"]) for r in report["by_layout"]] == [("last_exited", 4), ("single", 2)]
     assert report["by_layout"][0]["kib_per_token"] == 4 * report["by_layout"][1]["kib_per_token"]
     assert [row["class"] for row in report["by_class"]] == ["copy", "count", "add", "hop1", "hop2", "hop3"]
+    at_full_depth = [row for row in report["by_draft_depth"] if row["gate"] == "none"]
+    assert [(r["depth"], r["drafts"], r["acceptance"]) for r in at_full_depth] == reference_acceptance(24)
+    assert len(report["by_draft_depth"]) == 6 and at_full_depth[0]["acceptance"] < at_full_depth[-1]["acceptance"]
     assert "at full depth" in tables(report)
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["accuracy-demo.png", "exits-demo.png"]
 
@@ -169,3 +173,17 @@ def reference_accuracy(count: int) -> float:
 
     trace = evaluate.trace_ouro(load_ouro(EngineConfig().model), heldout(0, count))
     return pytest.approx(evaluate.score(trace, evaluate.fixed_depth(trace, trace.right.shape[0])).accuracy)  # type: ignore[return-value]
+
+
+def reference_acceptance(count: int) -> list[tuple[int, int, float]]:
+    """Draft depth, drafts, and share of them that are the token at full depth, of the same forwards: of every decoded token
+    but the one that says the end marker, whose successor is never asked for. All answers are right, so the wanted token is
+    the one at full depth."""
+    from depthbatch.training.checkpoints import load_ouro
+    from reference import teacher_forcing as evaluate
+
+    trace = evaluate.trace_ouro(load_ouro(EngineConfig().model), heldout(0, count))
+    assert trace.right[-1].all()
+    last = np.append(np.diff(trace.row.numpy()) != 0, True)
+    right = trace.right.numpy()[:, trace.decided.numpy() & ~last]
+    return [(depth, right.shape[1], pytest.approx(right[depth - 1].mean())) for depth in (1, 2, 3)]
