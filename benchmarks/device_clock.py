@@ -37,7 +37,8 @@ def send_core_steps(
     """The scheduler's side: keeps ``in_flight`` core steps at the worker, reports the gaps between them in seconds."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = Router(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerMessage)
-    frame = np.array([range(1, rows + 1), [300] * rows, [1] * rows], np.int32)
+    slots = range(1, rows + 1)
+    frame = np.array([slots, [300] * rows, [1] * rows, slots], np.int32)
     sent, done, last_end = 0, 0, None
     peer = b""
     while done < count:
@@ -74,15 +75,18 @@ def measure(profile_name: str, count: int, in_flight: int, rows: int) -> dict[st
         scheduler.start()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = WorkerLink(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerCommand)
-        link.send(WorkerReady(0, info, WIRE_VERSION))
-        cpu_s = time.process_time()
-        started_s = time.monotonic()
-        WorkerLoop(link, runner).run()
-        busy_share = (time.process_time() - cpu_s) / (time.monotonic() - started_s)
-        gap_s = [gaps.get() for _ in range(count - 1)]
-        scheduler.join()
-        link.close()
-        context.term()
+        try:
+            link.send(WorkerReady(0, info, WIRE_VERSION))
+            cpu_s = time.process_time()
+            started_s = time.monotonic()
+            WorkerLoop(link, runner).run()
+            busy_share = (time.process_time() - cpu_s) / (time.monotonic() - started_s)
+            gap_s = [gaps.get() for _ in range(count - 1)]
+            scheduler.join()
+        finally:  # whatever fails, nothing is left running and the context can end
+            scheduler.kill()
+            link.close()
+            context.term()
     late_us = np.array(runner.lateness_s) * 1e6
     return {
         "in_flight": in_flight,
