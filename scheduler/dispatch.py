@@ -61,7 +61,7 @@ class Dispatch:
         if self._chains is not None and self._chains.chained:
             self._counters.draft_rows += int(np.count_nonzero(self._chains.guess[lanes]))
             self._chains.hold(lanes[rows.phase[lanes] == EXITED])
-            self._chains.block(lanes)
+            self._chains.block()
         gated = rows.any_of("gated", lanes)
         step, frame = self._decode(Stage.CORE, lanes, now, loops, Variant.GATES if gated else PLAIN)
         if gated:

@@ -5,7 +5,7 @@ other is a *guess* until the token before it is known::
 
     position     base        base + 1     ..    tail
     input        certain     guess              guess        right as soon as the one ahead says the same token
-    loops run    4           3                  1            never ahead of the token before it
+    loops run    4           3                  1            fewer than any token before it that still runs
 
 A lane without a successor may be read for a *draft* after some loops: the token that its present state would give, with
 the random number that its final readout will use. The draft starts the next position. Every lane is read for good once,
@@ -15,8 +15,9 @@ the final readout has left on the device.
 
 What keeps the output what it would be without drafts (each rule has a test that fails without it):
 
-* A lane runs loop r + 1 only if the lane ahead has run it, or has exited and its planes are filled: else it is BLOCKED
-  (``block``). A coda fills the planes of the rows it reads for good, and of those that are HELD.
+* A lane runs loop r + 1 only if every lane before it has run it, or has exited and its planes are filled: else it is
+  BLOCKED (``block``). It does not suffice to look at the lane ahead: that may have exited and be filled while one before
+  it still runs. A coda fills the planes of the rows it reads for good, and of those that are HELD.
 * Where coda has layers, a lane is read for good in a later coda than the one ahead: the K/V of these layers must be
   final for all earlier positions. Until then it is HELD.
 * A chain never spans more than L positions, counted from the oldest token that is not known, so that no draft takes the
@@ -53,6 +54,7 @@ from depthbatch.scheduler.rows import (
 
 _UNKNOWN = -1  # a token that no result has brought yet
 _NO_LANES = np.zeros(0, np.intp)
+_EVERY_LOOP = np.iinfo(np.int32).max
 
 
 class Committed(NamedTuple):
@@ -88,6 +90,8 @@ class Chains:
         lanes = np.arange(size)
         self._ahead = np.where(lanes > width, lanes - width, lanes + size - 1 - width)  # lane of the position before
         self._ahead[0] = 0
+        self._slots = np.arange(1, width + 1)
+        self._offsets = np.arange(rows.lanes)[:, None]
         self.guess = np.zeros(size, np.bool_)  # the input is not certain
         self._follows = np.zeros(size, np.bool_)  # the position before is on its way, too
         self._filled = np.zeros(size, np.bool_)  # every plane of its K/V is written
@@ -155,6 +159,15 @@ class Chains:
         held = self._rows.in_phase(HELD) if self._rows.count[HELD] else _NO_LANES
         return held[~self._filled[held]]
 
+    def stalled(self) -> int:
+        """Rows that wait for a coda to fill the planes of the one ahead."""
+        rows = self._rows
+        if not rows.count[BLOCKED]:
+            return 0
+        ended = np.zeros(rows.width + 1, np.bool_)
+        ended[rows.slot[((rows.phase == EXITED) | (rows.phase == HELD)) & ~self._filled]] = True
+        return int(np.count_nonzero(ended[rows.slot[rows.in_phase(BLOCKED)]]))
+
     def holds(self, request: Request) -> bool:
         """Self-check of an active sequence: while it decodes, its rows are its chain and nothing else."""
         rows, slot = self._rows, request.slot
@@ -182,16 +195,20 @@ class Chains:
         behind = exited[self._follows[exited] & (rows.phase[self._ahead[exited]] != READ)]
         rows.move(behind, EXITED, HELD)
 
-    def block(self, lanes: SlotArray) -> None:
-        """After a core step of ``lanes``: those that have caught up with an exited row wait until its planes are filled."""
-        if not self.chained:
-            return
+    def block(self) -> None:
+        """After a core step, or once planes are filled: rows that have caught up with one before them wait until it has
+        gone further, or has exited and its planes are filled. The others may run."""
         rows = self._rows
-        lanes = lanes[self._follows[lanes] & (rows.phase[lanes] == READY)]
-        ahead = self._ahead[lanes]
-        out = (rows.phase[ahead] == EXITED) | (rows.phase[ahead] == HELD)
-        out &= ~self._filled[ahead] & (rows.loop[ahead] <= rows.loop[lanes])
-        rows.move(lanes[out], READY, BLOCKED)
+        if not (self.chained and (rows.count[EXITED] or rows.count[HELD] or rows.count[BLOCKED])):
+            return  # none has stopped, and running they keep their distance
+        lanes: SlotArray = lane_of(self._slots, self._base[1:] + self._offsets, rows.width, rows.lanes)
+        loops, phase = rows.loop[lanes], rows.phase[lanes]
+        written = np.where((phase == FREE) | self._filled[lanes], _EVERY_LOOP, loops)
+        np.minimum.accumulate(written, axis=0, out=written)
+        stuck = written[:-1] <= loops[1:]
+        lanes, phase = lanes[1:], phase[1:]
+        rows.move(lanes[stuck & (phase == READY)], READY, BLOCKED)
+        rows.move(lanes[~stuck & (phase == BLOCKED)], BLOCKED, READY)
 
     def begin_coda(self, finals: SlotArray, extra: SlotArray) -> tuple[SlotArray, CodaRows]:
         """Dispatch of a coda that reads ``finals``, all of Q_C, for good, and ``extra`` for drafts or to be filled.
@@ -325,11 +342,9 @@ class Chains:
 
     def _fill(self, lanes: SlotArray) -> None:
         """Their planes are filled by the coda that is dispatched: rows that wait for that go on."""
-        rows = self._rows
         self._filled[lanes] = True
-        if rows.count[BLOCKED]:
-            blocked = rows.in_phase(BLOCKED)
-            rows.move(blocked[self._filled[self._ahead[blocked]]], BLOCKED, READY)
+        if self._rows.count[BLOCKED]:
+            self.block()
 
     def _release_held(self, finals: SlotArray) -> None:
         rows = self._rows

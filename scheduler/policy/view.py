@@ -10,7 +10,7 @@ from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.config import DraftLimit
 from depthbatch.scheduler.inflight import InFlight
 from depthbatch.scheduler.requests import HeadPrompt, PrefillLimit
-from depthbatch.scheduler.rows import BLOCKED, DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
+from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
 
 
 class Decision(NamedTuple):
@@ -81,7 +81,8 @@ class QueueView:
 
     def asks_for_coda(self, limit: DraftLimit) -> int:
         """Rows that a coda would read for a draft under this limit, and rows that wait for one to fill planes."""
-        return int(self._admission.tails(limit).size) + self._rows.count[BLOCKED]
+        chains = self._admission.chains
+        return int(self._admission.tails(limit).size) + (0 if chains is None else chains.stalled())
 
     def ready_rows(self) -> ReadyRows:
         """Loops of the rows of Q_R, and which of them certainly exit at their next one."""

@@ -273,7 +273,9 @@ class PagedWorker:
                 assert block < self.config.num_blocks
                 slot.table[index] = block
             assert index in slot.table, "no block for the token's position"
-            waiting, self.tokens[lane] = self.tokens[lane], None
+            waiting = self.tokens[lane]
+            if not self.config.draft_lanes:  # else a final readout may have come before a draft was started from it
+                self.tokens[lane] = None
             assert waiting is not None and waiting[:2] == (slot.sequence, position), "no token to start with"
             behind = slot.writers[position - 1]
             cell = self._start(slot, position)
