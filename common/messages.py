@@ -190,8 +190,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     prompt_logprobs: bytes = b""
     cuts: bytes = b""
     failure: str = ""  # with "error": why the request's grammar cannot be followed
-    accepted_drafts: int = 0  # since the event before: drafts that were the token they stood for,
-    rejected_drafts: int = 0  # and those that were not
+    accepted_drafts: int = 0  # its tokens that a draft had said,
+    rejected_drafts: int = 0  # and those for which another had been said
 
 
 class Tokens(Message, frozen=True):

@@ -246,7 +246,7 @@ class Scheduler:
         chains, tokens = self.admission.chains, np.frombuffer(result.token_ids, "<i4")
         assert chains is not None
         committed = chains.take(rows, tokens, split_rows(result.logprobs, tokens.size) if result.logprobs else [])
-        for request, token, depth, logprobs in committed:
+        for request, token, depth, logprobs, right in committed:
             request.output.append(token)
             request.depths.append(depth)
             reason = finish_reason(request)
@@ -259,10 +259,9 @@ class Scheduler:
                     (token,),
                     (depth,),
                     logprobs=logprobs,
-                    accepted_drafts=request.accepted_drafts,
-                    rejected_drafts=request.rejected_drafts,
+                    accepted_drafts=int(right is True),
+                    rejected_drafts=int(right is False),
                 )
-                request.accepted_drafts = request.rejected_drafts = 0
                 self._requests.events.append(event)
         return tuple([each.depth for each in committed])
 

@@ -64,6 +64,7 @@ class Committed(NamedTuple):
     token: int
     depth: int
     logprobs: bytes
+    right: bool | None  # the draft that stood for it, if there was one
 
 
 @dataclass(slots=True, eq=False)
@@ -281,40 +282,41 @@ class Chains:
             if rows.phase[lane] != READ or self.guess[lane] or self._said[lane] == _UNKNOWN:
                 break
             token, depth = int(self._said[lane]), int(rows.loop[lane])
-            out.append(Committed(request, token, depth, self._logprobs.pop(lane, b"")))
+            logprobs = self._logprobs.pop(lane, b"")
             if token in request.stop_ids or rows.position[lane] >= rows.last_position[lane]:
                 self._said[lane] = _UNKNOWN
+                out.append(Committed(request, token, depth, logprobs, None))
                 break  # whoever publishes it ends the request, and with it the chain
-            self._advance(slot, lane, token)
+            out.append(Committed(request, token, depth, logprobs, self._advance(slot, lane, token)))
         return out
 
-    def _advance(self, slot: int, lane: int, token: int) -> None:
-        """The oldest row is done: the next one is certain, or wrong, or has to be started."""
+    def _advance(self, slot: int, lane: int, token: int) -> bool | None:
+        """The oldest row is done: the next one is certain, or wrong, or has to be started. Returns whether the draft
+        that started it was right."""
         rows = self._rows
         position = int(rows.position[lane]) + 1
         following = rows.lane(slot, position)
         there = self._tail[slot] >= position
         rows.drop(lane)
         self._base[slot] = position
+        verdict = None
         if there:
-            depth, was_right = int(self._draft_depth[following]), self._input[following] == token
+            depth, was_right = int(self._draft_depth[following]), bool(self._input[following] == token)
             if depth:
+                verdict = was_right
                 (self.right if was_right else self.wrong)[depth] += 1
-                request = rows.request[slot]
-                assert request is not None
-                request.accepted_drafts += bool(was_right)
-                request.rejected_drafts += not was_right
             if was_right:
                 self._detach(following)
                 self.guess[following] = False
                 if rows.phase[following] == READ:
                     self._dispatch_certain(following)
-                return
+                return verdict
             self._cut(following)
         self._tail[slot] = position
         lanes = np.array([following])
         rows.carry(lanes, position)
         self._start(lanes, False, 0)
+        return verdict
 
     # --- lanes
 

@@ -76,8 +76,6 @@ class Lifecycle:
             stop_reason,
             logprobs,
             failure=failure,
-            accepted_drafts=request.accepted_drafts,
-            rejected_drafts=request.rejected_drafts,
         )
         self.events.append(event)
 

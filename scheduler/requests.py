@@ -50,8 +50,6 @@ class Request:
     targets_sent: int = 0  # prompt tokens, the first apart, whose logprobs have been asked for
     targets_known: int = 0  # and answered
     prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
-    accepted_drafts: int = 0  # since its last event
-    rejected_drafts: int = 0
     overdue: bool = False  # waits behind all that are not (objective goodput)
     arrived_s: float | None = None  # until it is first prefilled, on the caller's clock
 
