@@ -132,7 +132,7 @@ class Chains:
     # --- what may be read
 
     def tails(self, limit: DraftLimit | None) -> SlotArray:
-        """Lanes that may be read for a draft now, oldest request first."""
+        """Lanes that may be read for a draft now; those of the oldest requests where there are not rows for all."""
         rows = self._rows
         if limit is None or not limit.lanes:
             return _NO_LANES

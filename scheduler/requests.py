@@ -57,7 +57,7 @@ class Request:
     def may_have_drafts(self) -> bool:
         """Its tokens are a function of logits, seed and position alone, so that a draft is drawn as the token is."""
         params = self.params
-        more = params.changes_logits or params.forbids_tokens or params.grammar or self.forced_decode
+        more = params.changes_logits or params.forbids_tokens or params.grammar
         return params.speculation and not more
 
     @property

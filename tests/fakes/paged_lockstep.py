@@ -13,7 +13,7 @@ from depthbatch.scheduler.core import Scheduler
 from depthbatch.scheduler.policy.view import Policy
 from depthbatch.scheduler.stage_batch import ScheduledStage
 from fakes.paged_model import plain_decode
-from fakes.paged_worker import PagedWorker
+from fakes.paged_worker import PagedWorker, logprobs_of
 
 
 @dataclass
@@ -23,6 +23,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     cuts: bytes = field(default=b"", compare=False)
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
 
@@ -153,6 +155,10 @@ class Lockstep:
             assert len(event.token_ids) == len(event.exit_depths)
             answer.tokens.extend(event.token_ids)
             answer.depths.extend(event.exit_depths)
+            answer.accepted_drafts += event.accepted_drafts
+            answer.rejected_drafts += event.rejected_drafts
+            wants = self.submits[event.request_id].params.logprobs
+            assert event.logprobs == (logprobs_of(event.token_ids) if wants else b""), "logprobs of another token"
             answer.cuts = event.cuts or answer.cuts
             answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
         self._verify()

@@ -36,6 +36,11 @@ from depthbatch.scheduler.stage_batch import ScheduledStage
 from fakes.paged_model import draft, entry, gate_fires, leave, predicted_depth, sample, seen, think
 
 
+def logprobs_of(tokens: list[int]) -> bytes:
+    """A row a token; the fake's are the token once more."""
+    return np.asarray(tokens, np.int32).tobytes()
+
+
 def forced_tokens(extra: StageExtra) -> dict[int, int]:
     """By slot."""
     pairs = np.frombuffer(extra.forced_tokens, "<i4").reshape(-1, 2).tolist()
@@ -145,6 +150,7 @@ class PagedWorker:
             token_ids=np.asarray(tokens, dtype=np.int32).tobytes(),
             fired=bytes(said) if header.stage == Stage.CORE else b"",
             predicted_depths=bytes(said) if header.stage == Stage.PRELUDE else b"",
+            logprobs=logprobs_of(tokens) if Variant.LOGPROBS in header.variant else b"",
         )
 
     def _check_rows(self, stage: ScheduledStage) -> list[Row]:
@@ -308,7 +314,7 @@ class PagedWorker:
         hot = filtered = False
         for slot, number, position, aux in rows:
             lane = self._lane(slot, number, position)
-            assert abs(aux) == lane.loop and (lane.running or (config.coda_layers and lane.exits == 1 and aux > 0))
+            assert abs(aux) == lane.loop and (lane.running or (config.coda_layers and aux > 0))
             before = self._read_left(slot, position, step) if config.coda_layers else []
             if aux > 0:
                 self._exit(slot, lane, step)

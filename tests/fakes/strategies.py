@@ -95,6 +95,7 @@ def submits(draw, config, request_id, gates=tuple(Gate), stops=True, drafts=Fals
             max_loops=max_loops,
             exit_depths=bytes(depths),
             priority=draw(st.sampled_from([0, 0, 0, 1])),
+            logprobs=draw(st.sampled_from([False, False, True])),
             speculation=not drafts or draw(st.sampled_from([True, True, True, False])),
         ),
     )

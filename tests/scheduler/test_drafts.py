@@ -5,18 +5,21 @@ written, not filled, or written by a token that was dropped.
 """
 
 import random
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from depthbatch.common.frames import Stage
+from depthbatch.common.frames import BAD_SEQUENCE_TOKENS, ROW_AUX, Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
-from depthbatch.scheduler.policy.view import Decision, QueueView, RetiredStage
+from depthbatch.scheduler.policy.fixed import Refill
+from depthbatch.scheduler.policy.view import Decision, Policy, QueueView, RetiredStage
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
 from fakes.strategies import VOCAB, drafting_configs, prompt_of, workloads
@@ -71,6 +74,7 @@ def submits_of(rng: random.Random, config: SchedulerConfig, request_id: int) -> 
         max_loops=max_loops,
         exit_depths=bytes(rng.randint(1, config.r_max) for _ in range(24)),
         priority=rng.choice([0, 0, 1]),
+        logprobs=rng.random() < 0.3,
         speculation=rng.random() < 0.9,
     )
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
@@ -180,3 +184,159 @@ def test_thousands_of_random_operations_under_long_chains(mode: str, scarce: boo
     assert scheduler.admission.blocks.free == config.usable_blocks and scheduler.admission.slots.free == 4
     assert (drafts.right[1:6] > 0).all() and drafts.wrong.sum() > 20 and drafts.started.sum() > drafts.right.sum()
     assert worker.longest_chain >= 3 and (scheduler.counters.preemptions > 5) == scarce
+
+
+def build(**changes: object) -> SchedulerConfig:
+    """Four sequences of at most four lanes, four loops, nothing scarce."""
+    values: dict = {
+        "policy": "refill",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "min_free_slots": 1,
+        "min_coda_batch": 1,
+        "r_max": 4,
+        "block_size": 4,
+        "num_blocks": 90,
+        "max_model_len": 60,
+        "buckets": (16,),
+        "vocab_size": VOCAB,
+        "kv_layout": KVLayout.LAST_EXITED,
+        "draft_lanes": 3,
+    }
+    return SchedulerConfig(**values | changes)
+
+
+def request(request_id: int = 0, depths: Sequence[int] = (), max_tokens: int = 20, **params: object) -> Submit:
+    """A prompt of three tokens; full depth unless depths are given."""
+    values = {"gate": Gate.REPLAY, "exit_depths": bytes(depths), "max_loops": 4, "seed": request_id} | params
+    prompt = np.array([request_id, 2, 3], np.int32).tobytes()
+    return Submit(request_id, prompt, RequestParams(max_tokens=max_tokens, **values))
+
+
+def served(
+    config: SchedulerConfig, *submits: Submit, acceptance: float = 1.0, policy: Policy | None = None
+) -> Lockstep:
+    harness = Lockstep(config, acceptance=acceptance, policy=policy)
+    for submit in submits:
+        assert harness.submit(submit), harness.rejected
+    harness.run()
+    same_as_plain(harness)
+    return harness
+
+
+def test_right_drafts_shorten_the_way_as_calculated() -> None:
+    """20 tokens of four loops: one after the other they take 19 core steps of four loops. With every draft right after
+    one loop, a chain of four starts a token each step, so that the 19 take 19 + 3. A chain that stalls takes longer."""
+    alone = served(build(draft_lanes=0), request())
+    chain = served(build(), request())
+    steps = [harness.scheduler.stats().stages["core"].steps for harness in (alone, chain)]
+    assert steps == [19 * 4, 19 + 3]
+    assert (chain.answers[0].accepted_drafts, chain.answers[0].rejected_drafts) == (18, 0)
+
+
+def test_wrong_drafts_cost_no_step() -> None:
+    """Each token is started anew when the one before it is known, as without drafts; none of them is told as accepted."""
+    harness = served(build(), request(), acceptance=0.0)
+    assert harness.scheduler.stats().stages["core"].steps == 19 * 4
+    assert harness.answers[0].accepted_drafts == 0 and harness.answers[0].rejected_drafts == 18
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculation": False},
+        {"presence_penalty": 0.5},
+        {"logit_bias": np.array([1, 0], np.int32).tobytes()},
+        {"bad_sequences": np.zeros((1, BAD_SEQUENCE_TOKENS), np.int32).tobytes()},
+        {"min_tokens": 3, "stop_token_ids": (1,)},
+        {"grammar": "{}"},
+    ],
+)
+def test_requests_that_may_have_none_run_without_drafts(changes: dict) -> None:
+    """A draft of such a request would not be drawn as the token is, or is not wanted; others have theirs beside it."""
+    submits = request(0), Submit(1, *msgspec.structs.astuple(request(1, **changes))[1:3])
+    harness = served(build(), *submits)
+    assert harness.answers[0].accepted_drafts == 18 and harness.answers[1].accepted_drafts == 0
+    assert harness.answers[1].rejected_drafts == 0
+
+
+def test_a_chain_is_as_long_as_it_may_be_and_no_draft_is_read_too_early() -> None:
+    """Draft lanes and draft depth of the engine, and of a decision that asks for less."""
+    for lanes, depth in ((1, 1), (2, 1), (3, 1), (1, 2), (3, 3)):
+        harness = served(build(draft_lanes=3), request(), policy=Refill(1, DraftLimit(lanes, depth)))
+        started = harness.scheduler.admission.chains.started
+        assert harness.worker.longest_chain == min(1 + lanes, -(-4 // depth))
+        assert started[depth] >= 9 and not started[:depth].any()
+
+
+def test_drafts_end_with_the_last_token() -> None:
+    """No lane beyond max_tokens: every draft that is right becomes a token, so none is dropped at the end."""
+    harness = served(build(), request(max_tokens=5))
+    chains = harness.scheduler.admission.chains
+    assert chains.started.sum() == chains.right.sum() == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_nothing_is_chosen_before_a_chain_is_known_to_be_right(waits: bool) -> None:
+    """A limit that waits blocks the next choice while a final readout with a successor is in flight; one that does not
+    wait lets core steps run ahead."""
+    config = build(async_scheduling="lookahead")
+    harness = Lockstep(config, acceptance=1.0, policy=Refill(1, DraftLimit(3, 1, waits)))
+    harness.submit(request())
+    ahead = 0
+    for _ in range(60):
+        stage = harness.dispatch()
+        if stage is None:
+            harness.complete()
+        elif stage.header.stage is Stage.CODA and (stage.frame[ROW_AUX] == 4).any():
+            ahead += harness.dispatch() is not None
+    assert (ahead > 0) == (not waits)
+
+
+def test_rows_that_are_few_go_to_the_oldest_requests() -> None:
+    """The largest bucket leaves two draft rows: they are those of the two requests that are served first."""
+    submits = [request(index, priority=index) for index in range(4)]
+    harness = served(build(buckets=(6,)), *submits)
+    accepted = [harness.answers[index].accepted_drafts for index in range(4)]
+    assert accepted[3] + accepted[2] > 15 and accepted[3] > accepted[0] and sum(accepted[:2]) < sum(accepted[2:])
+
+
+def test_drafts_preempt_nobody() -> None:
+    """Blocks for two sequences' whole lives and none to spare: with drafts nothing is preempted, either."""
+    config = build(max_num_seqs=2, block_size=1, num_blocks=1 + 2 * 9, max_model_len=9, preemption="recompute")
+    harness = served(config, *[request(index, max_tokens=6) for index in range(2)])
+    assert harness.scheduler.counters.preemptions == 0
+    assert sum(answer.accepted_drafts for answer in harness.answers.values()) > 0
+
+
+def test_a_held_row_is_filled_so_that_those_behind_it_go_on() -> None:
+    """With coda layers a token that has exited before the one ahead is held back. The next coda fills its planes, so its
+    successors run on: the second token exits after one loop here, long before the first."""
+    harness = served(build(coda_layers=2), request(depths=[4, 1, 4] * 7))
+    assert harness.scheduler.stats().stages["core"].steps <= 45
+
+
+def test_what_a_policy_observes_of_a_coda_is_final_readouts() -> None:
+    """A draft's depth is no exit depth: learned exits would be too shallow. Tokens of drafts are not counted, either."""
+
+    class Observer(Refill):
+        learns = True
+
+        def observe(self, retired: RetiredStage) -> None:
+            if retired.stage is Stage.CODA:
+                assert len(retired.slots) == len(retired.depths)
+                seen.extend(retired.depths)
+
+    seen: list[int] = []
+    harness = served(build(), request(), policy=Observer(1, DraftLimit(3, 1)))
+    assert seen == [4] * 19
+    stats = harness.scheduler.stats()
+    assert (stats.generation_tokens, stats.dropped_tokens) == (20, 0) and stats.exit_depth.sum == 20 * 4
+
+
+def test_a_draft_says_after_how_many_loops_it_was_read() -> None:
+    """Counted by depth: started, right and wrong; a final readout that starts a successor is no draft."""
+    harness = served(build(draft_depth=2), request(depths=[4, 1] * 10), acceptance=1.0)
+    drafts = harness.scheduler.stats().drafts
+    assert set(drafts) <= {"2", "3", "4"} and all(each.right <= each.started for each in drafts.values())
+    assert sum(each.right for each in drafts.values()) == harness.answers[0].accepted_drafts > 0
