@@ -22,7 +22,11 @@ class RequestError(DepthbatchError):
 
 
 class OverloadedError(DepthbatchError):
-    """A request that can be served, but not now: too many of its kind wait."""
+    """A request that can be served, but not now: too many of its kind wait. It may come back after ``retry_after_s``."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DecodeError(DepthbatchError):

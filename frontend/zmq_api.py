@@ -6,24 +6,29 @@ get a typed error and are counted. Ids are the client's and only looked up toget
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from depthbatch.common.errors import DecodeError, DepthbatchError, RequestError
+from depthbatch.common.errors import DecodeError, DepthbatchError, OverloadedError, RequestError
 from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import FinishReason
 from depthbatch.common.transport import Received, Router
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import background, check, panics_as_errors
+from depthbatch.frontend.metrics import SequenceTimer
 from depthbatch.frontend.output import OutputDelta
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.request_limit import RequestLimit
 
 log = get_logger("zmq_api")
 
 ClientId = str | int
+NO_CLIENT = 0  # has no API key
 
 
 class _Verb(msgspec.Struct, frozen=True, tag_field="verb", forbid_unknown_fields=True):
@@ -84,7 +89,17 @@ def _id_in(data: bytes) -> ClientId | None:
 class ZmqApi:
     """Serves an AsyncEngine on one socket, inside its event loop, until closed."""
 
-    def __init__(self, engine: AsyncEngine, address: str) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        address: str,
+        limit: RequestLimit | None = None,
+        default_timeout_s: float | None = None,
+    ) -> None:
+        """``limit``: what requests of all APIs share, in places and in metrics. ``default_timeout_s``: of requests that
+        name none."""
+        self._limit = limit
+        self._default_timeout_s = default_timeout_s
         self.address = address
         self._engine = engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -160,19 +175,37 @@ class ZmqApi:
     async def _stream(self, key: Key, verb: SubmitVerb) -> None:
         """One request from submit to its terminal message."""
         try:
-            with panics_as_errors():
-                async with aclosing(self._engine.generate(verb.prompt, _params(verb.params))) as deltas:
-                    await self._send_deltas(key, deltas)
+            place = nullcontext() if self._limit is None else self._limit.places(1, NO_CLIENT)
+            with panics_as_errors(), place:
+                await self._serve(key, verb)
         except DepthbatchError as error:
             self._router.reply(key.peer, **_error_fields(key, error))
         except Exception as error:
             log.exception("a request failed")
             self._router.reply(key.peer, **_error_fields(key, error))
 
-    async def _send_deltas(self, key: Key, deltas: AsyncGenerator[OutputDelta, None]) -> None:
+    async def _serve(self, key: Key, verb: SubmitVerb) -> None:
+        """A request that has its place."""
+        params = _params(verb.params)
+        if params.timeout_s is None and self._default_timeout_s is not None:
+            params = msgspec.structs.replace(params, timeout_s=self._default_timeout_s)
+        token_ids = await self._engine.encode(verb.prompt, params)
+        with ExitStack() as counted:
+            timer = None
+            if self._limit is not None:
+                timer = counted.enter_context(self._limit.metrics.sequence(len(token_ids)))
+            async with aclosing(self._engine.generate(token_ids, params)) as deltas:
+                await self._send_deltas(key, deltas, timer)
+
+    async def _send_deltas(
+        self, key: Key, deltas: AsyncGenerator[OutputDelta, None], timer: SequenceTimer | None
+    ) -> None:
         """Returns early when the client has gone: leaving closes the generator, which aborts the request."""
         accepted = rejected = 0
         async for delta in deltas:
+            if timer is not None:
+                reason = None if delta.finish_reason is FinishReason.TIMEOUT else delta.finish_reason
+                timer.tokens(delta.exit_depths, reason, time.monotonic())
             there = True
             accepted += delta.accepted_drafts
             rejected += delta.rejected_drafts
@@ -220,11 +253,11 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
 
 
 def _error_fields(key: Key, error: Exception) -> dict[str, Any]:
-    is_request = isinstance(error, RequestError)
+    kind = "request" if isinstance(error, RequestError) else "engine"
     return {
         "type": "error",
         "id": key.id,
-        "error": "request" if is_request else "engine",
+        "error": "overloaded" if isinstance(error, OverloadedError) else kind,
         "message": str(error),
         "param": error.param if isinstance(error, RequestError) else None,
     }

@@ -71,7 +71,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=code_of(error))
     if isinstance(error, OverloadedError):
-        return overloaded(str(error))
+        return overloaded(str(error), error.retry_after_s)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
     log.error("internal error", exc_info=error)

@@ -3,12 +3,10 @@
 An endpoint's Spelling says how its body asks and how its choices are written; the rest is here, once.
 """
 
-import asyncio
 import contextlib
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +14,7 @@ from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import EngineInfo, FinishReason
 from depthbatch.common.splitmix64 import ALL_BITS
 from depthbatch.frontend.http.answers import EventEncoder
-from depthbatch.frontend.http.errors import ApiError, bad_value, overloaded
+from depthbatch.frontend.http.errors import ApiError, bad_value
 from depthbatch.frontend.http.logprobs import LogprobFormat
 from depthbatch.frontend.http.request_fields import check_body, renamed, sampling_fields
 from depthbatch.frontend.http.schemas import GenerationFields
@@ -25,6 +23,7 @@ from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.metrics import FrontendMetrics, SequenceTimer
 from depthbatch.frontend.output import IndexedDelta, OutputDelta
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.request_limit import RequestLimit
 
 
 class Engine(Protocol):
@@ -39,52 +38,6 @@ class Engine(Protocol):
     async def abort_all(self) -> None: ...
 
 
-class RequestLimit:
-    """How many sequences may be in flight, in all, of one client, and of one request. After ``drain`` none is let in;
-    ``idle`` is set when none is left."""
-
-    def __init__(self, config: HttpConfig, metrics: FrontendMetrics) -> None:
-        self.limit = config.max_requests
-        self.limit_per_client = config.places_per_key
-        self.limit_per_request = min(config.max_sequences, self.limit_per_client)
-        self.in_flight = 0
-        self.draining = False
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self._of_client: Counter[int] = Counter()
-        self._metrics = metrics
-
-    @contextlib.contextmanager
-    def places(self, sequences: int, client: int) -> Iterator[None]:
-        """Holds ``sequences`` places while the body runs; raises ApiError (503, or 400 if they could never fit)."""
-        if sequences > self.limit_per_request:
-            self._metrics.rejected("too_large")
-            raise bad_value("n", f"{sequences} sequences in one request; this server takes {self.limit_per_request}")
-        if self.draining:
-            self._metrics.rejected("draining")
-            raise overloaded("the server is shutting down", retry_after_s=5)
-        if self.in_flight + sequences > self.limit:
-            self._metrics.rejected("queue_full")
-            raise overloaded(f"the queue is full: {self.in_flight} of {self.limit} places taken")
-        held = self._of_client[client]
-        if held + sequences > self.limit_per_client:
-            self._metrics.rejected("key_full")
-            raise overloaded(f"this API key has {held} of the {self.limit_per_client} places that one may have")
-        self.in_flight += sequences
-        self._of_client[client] += sequences
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self.in_flight -= sequences
-            self._of_client[client] -= sequences
-            if self.in_flight == 0:
-                self.idle.set()
-
-    def drain(self) -> None:
-        self.draining = True
-
-
 class Service:
     """The engine, its texts and its limit, handed to every router."""
 
@@ -95,7 +48,7 @@ class Service:
         self.model_name = model_name
         self.started_s = int(time.time())
         self.metrics = FrontendMetrics(engine.info.r_max)
-        self.limit = RequestLimit(config, self.metrics)
+        self.limit = RequestLimit(self.metrics, config.max_requests, config.places_per_key, config.max_sequences)
 
     def check(self, body: GenerationFields) -> None:
         """Refuses what can be refused without tokens. Raises ApiError."""
@@ -110,14 +63,14 @@ class Service:
         if name is not None and name != self.model_name:
             raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
 
-    async def abort(self, name: str) -> bool:
-        """Ends every request that a client has given this name; False if there is none."""
-        return await self.engine.abort(engine_name(name))
+    async def abort(self, name: str, client: int) -> bool:
+        """Ends every request that the client has given this name; False if there is none."""
+        return await self.engine.abort(engine_name(name, client))
 
 
-def engine_name(name: str) -> str:
-    """A client's name for the engine, where requests of other APIs have names too: no other holds a space."""
-    return f"http {name}"
+def engine_name(name: str, client: int) -> str:
+    """A client's name for the engine, where those of other clients and APIs have names too: no other holds a space."""
+    return f"http {client} {name}"
 
 
 class Prompt(NamedTuple):
@@ -272,7 +225,7 @@ class Call:
                     for choice in self._choices:
                         timers.enter_context(choice.timer)
                     requests = [(choice.prompt.ids, choice.params) for choice in self._choices]
-                    news = service.engine.generate_all(requests, engine_name(self._id), self._client)
+                    news = service.engine.generate_all(requests, engine_name(self._id, self._client), self._client)
                     async with contextlib.aclosing(news) as batches:
                         yield batches
             except RequestError as error:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from depthbatch import __version__
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.http.answers import documented, json_answer
+from depthbatch.frontend.http.edge import client_of
 from depthbatch.frontend.http.errors import bad_value
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.request_fields import check_body
@@ -137,10 +138,11 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
 
 def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
     @router.post("/abort", **documented(AbortAnswer))
-    async def abort(body: AbortRequest) -> Response:
-        """Ends requests by name; answers which of them were running."""
+    async def abort(body: AbortRequest, request: Request) -> Response:
+        """Ends requests by name, which belong to the key that they came with; answers which of them were running."""
+        client = client_of(request)
         ids = [body.request_id] if isinstance(body.request_id, str) else body.request_id
-        return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.abort(name)]})
+        return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.abort(name, client)]})
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=None, responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})

@@ -78,6 +78,7 @@ UNSUPPORTED: dict[str, Neutral] = {
     "echo": _off,
     "conversation": _null,
     "previous_response_id": _null,
+    "cache_salt": _null,
 }
 # the same of objects within a body, by the field or the list that holds them
 UNSUPPORTED_WITHIN: dict[str, dict[str, Neutral]] = {
@@ -106,6 +107,7 @@ UNSUPPORTED_WITHIN: dict[str, dict[str, Neutral]] = {
     },
 }
 REASONS = {
+    "cache_salt": "prompts that begin alike share their K/V, whoever sent them; --prefix-caching off shares none",
     **dict.fromkeys(("tools", "functions", "tool_calls", "tool_call_id"), "this engine's models call no tools"),
     **dict.fromkeys(
         ("regex", "ebnf", "json_schema", "grammar"), "say what constrains the output in structured_outputs"

@@ -373,7 +373,8 @@ async def _with_engine(
         service = Service(engine, texts, http, http.served_model_name or engine.config.model)
         app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
         server.service = service
-        api = ZmqApi(engine, endpoint(engine.run_dir, API_ENDPOINT))
+        address = endpoint(engine.run_dir, API_ENDPOINT)
+        api = ZmqApi(engine, address, service.limit, http.default_timeout_s)
         tune_garbage_collection()
         try:
             on_ready(server.url)

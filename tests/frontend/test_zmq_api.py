@@ -10,10 +10,13 @@ from typing import Any
 
 import msgpack
 import pytest
+from prometheus_client import generate_latest
 
 from depthbatch.common.transport import endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.client import Client
+from depthbatch.frontend.metrics import FrontendMetrics
+from depthbatch.frontend.request_limit import RequestLimit
 from depthbatch.frontend.zmq_api import ZmqApi
 from fakes.engine_processes import REJECTED_PROMPT, next_token
 
@@ -48,6 +51,72 @@ def until_terminal(client: Client, request_id: Any) -> list[dict[str, Any]]:
             messages.append(message)
             if message["type"] in ("finished", "error"):
                 return messages
+
+
+def limited(address: str, limit: int, body: Callable[[str, RequestLimit], None], timeout_s: float | None = None) -> str:
+    """``serve`` under a limit of places; the metrics at the end."""
+
+    async def main() -> str:
+        async with AsyncEngine(quiet=True) as engine:
+            places = RequestLimit(FrontendMetrics(4), limit, limit, limit)
+            api = ZmqApi(engine, address, places, timeout_s)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(body, address, places), 60)
+            finally:
+                await api.close()
+            return generate_latest(places.metrics.registry).decode()
+
+    return asyncio.run(main())
+
+
+def test_requests_pass_through_admission(address: str) -> None:
+    """Bug: the native API went round --max-requests, the drain and the metrics: one client could fill the engine, and a
+    server that drained took its requests until it was gone."""
+
+    def body(address: str, places: RequestLimit) -> None:
+        client = Client(address)
+        client.send(verb="submit", id="a", prompt=[7], params={"max_tokens": 500, "ignore_eos": True})
+        assert client.receive()["type"] == "tokens"
+        client.send(verb="submit", id="b", prompt=[7], params={"max_tokens": 3})
+        (refused,) = until_terminal(client, "b")
+        assert refused["error"] == "overloaded" and "queue is full" in refused["message"]
+        client.send(verb="abort", id="a")
+        assert until_terminal(client, "a")[-1]["finish_reason"] == "abort"
+        client.send(verb="submit", id="c", prompt=[7, 8], params={"max_tokens": 3})
+        assert until_terminal(client, "c")[-1]["finish_reason"] == "length"
+        client.send(verb="submit", id="d", prompt=[7], params={"max_tokens": 100_000})
+        assert until_terminal(client, "d")[-1]["error"] == "request"
+        places.drain()
+        client.send(verb="submit", id="e", prompt=[7], params={})
+        (refused,) = until_terminal(client, "e")
+        assert refused["error"] == "overloaded" and "shutting down" in refused["message"]
+        client.close()
+        assert places.in_flight == 0
+
+    text = limited(address, 1, body)
+    for line in (
+        'prompt_tokens_total{process="frontend"} 3.0',
+        'request_success_total{finished_reason="abort",process="frontend"} 1.0',
+        'request_success_total{finished_reason="length",process="frontend"} 1.0',
+        'admission_rejections_total{process="frontend",reason="queue_full"} 1.0',
+        'admission_rejections_total{process="frontend",reason="draining"} 1.0',
+        'time_to_first_token_seconds_count{process="frontend"} 2.0',
+    ):
+        assert f"depthbatch:{line}" in text
+
+
+def test_the_default_timeout_holds(address: str) -> None:
+    """Bug: --default-timeout-s held for HTTP alone."""
+
+    def body(address: str, places: RequestLimit) -> None:
+        client = Client(address)
+        client.send(verb="submit", id=1, prompt=[7], params={"max_tokens": 400})
+        assert until_terminal(client, 1)[-1]["finish_reason"] == "timeout"
+        client.send(verb="submit", id=2, prompt=[7], params={"max_tokens": 60, "timeout_s": 30.0})
+        assert until_terminal(client, 2)[-1]["finish_reason"] == "length"
+        client.close()
+
+    limited(address, 1, body, timeout_s=0.05)
 
 
 def test_session(address: str) -> None:

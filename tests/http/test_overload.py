@@ -194,6 +194,21 @@ def test_keys(tokenizer: Tokenizer) -> None:
             assert http.head(path).status_code == 200 and not http.head(path).content
 
 
+def test_names_belong_to_a_key(tokenizer: Tokenizer) -> None:
+    """Bug: whoever had any key could abort the requests of every other by their names."""
+    with LiveServer(tokenizer, engine={"step_s": 0.02}, api_key="first,second") as server:
+        first, second = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
+        with httpx.Client(base_url=server.url, timeout=20) as http:
+            body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "request_id": "mine"}
+            with http.stream("POST", "/v1/completions", json=body, headers=first) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                asked = {"json": {"request_id": "mine"}}
+                assert httpx.post(server.url + "/abort", headers=second, **asked).json() == {"aborted": []}
+                assert httpx.post(server.url + "/abort", headers=first, **asked).json() == {"aborted": ["mine"]}
+                assert any('"finish_reason":"abort"' in line for line in lines)
+
+
 def test_large_bodies_are_refused(tokenizer: Tokenizer) -> None:
     """Row "1 GiB body": refused by its length without being read, and by counting when it is chunked."""
     with LiveServer(tokenizer, max_body_bytes=1500) as server, httpx.Client(base_url=server.url) as http:
