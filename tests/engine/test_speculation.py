@@ -109,10 +109,15 @@ def test_layouts_that_keep_every_loop(model: Path) -> None:
     assert min(drafts(answers)) > 10
 
 
-@pytest.mark.parametrize("options", [{"draft_depth": 2}, {"policy": "auto"}, {"max_num_seqs": 1}, {"speculation": 8}])
+@pytest.mark.parametrize(
+    "options",
+    [{"draft_depth": 2}, {"min_coda_batch": 5}, {"policy": "auto"}, {"max_num_seqs": 1}, {"speculation": 8}],
+    ids=str,
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_which_drafts_run_changes_nothing(model: Path, options: dict[str, object]) -> None:
-    """Later drafts, another policy, one sequence at a time, the longest chains there are."""
+    """Later drafts, codas that let exited rows wait (others then catch up with them), another policy, one sequence at a
+    time, the longest chains there are."""
     answers = engine(model, **({"speculation": 3} | options)).run(requests(model))
     assert_same(answers, without(model))
     assert min(drafts(answers)) > 5
