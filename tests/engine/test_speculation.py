@@ -180,7 +180,8 @@ def test_drafts_preempt_nobody(model: Path, blocks: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_k_and_v_is_what_decode_without_drafts_writes(model: Path, gate: Gate) -> None:
     """Every plane of every layer at every position, prelude and coda layers too. Tokens could agree by luck: a row that
-    read what was not final, or a plane filled late, has other K and V from there on."""
+    read what was not final, or a plane filled late, has other K and V from there on. Exited rows wait for a coda, and
+    those behind catch up with them."""
     prompt, outputs = prompts_of(model)[1], 40
     depths = np.random.default_rng(1).integers(1, R_MAX[model] + 1, outputs).astype(np.uint8)
     params = RequestParams(
@@ -193,8 +194,8 @@ def test_every_k_and_v_is_what_decode_without_drafts_writes(model: Path, gate: G
         temperature=WARM,
     )
     held, memory = len(prompt) + outputs - 1, []
-    for lanes in ("off", 1, 4):
-        running = engine(model, speculation=lanes, max_num_seqs=1)
+    for lanes, coda_batch in (("off", 1), (1, 5), (4, 1), (4, 5)):
+        running = engine(model, speculation=lanes, min_coda_batch=coda_batch)
         [answer] = running.run([(prompt, params)])
         memory.append(Cache(running, 1, held).values)
     assert answer.accepted and answer.rejected
