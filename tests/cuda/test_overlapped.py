@@ -19,7 +19,7 @@ from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CompletionWatch, Lane
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from fakes.adverse_accelerator import AdverseAccelerator
-from fakes.overlapped_serving import configure, requests, serve
+from fakes.overlapped_serving import configure, requests, serve, warm
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -46,6 +46,28 @@ def test_overlapped_equals_plain(model: str, layout: str, gate: Gate, seed: int)
         assert bool(answer[2]) == (key % 3 == 1 or key % 4 == 0)
     assert alone == 1 and deepest > 2
     assert any(depth < plain.info.r_max for _, depths, _ in got.values() for depth in depths[1:])
+
+
+@pytest.mark.parametrize("mode", ["async", "lookahead"])
+@pytest.mark.parametrize(("model", "gate"), [("ouro-tiny", Gate.DELAYED), ("huginn-tiny", Gate.CONVERGENCE)])
+def test_drafts_overlapped_equal_none_in_the_plain_runner(model: str, gate: Gate, mode: str) -> None:
+    """A draft's token reaches its prelude on the device alone, and what it was is known later, on adversely interleaved
+    lanes: tokens and depths are those of the plain runner without speculation."""
+    device = resolve_device("cpu")
+    plain_config = configure(model, "off", "last_exited")
+    loaded = load_model(plain_config.model, dtype="float32", device=device, load_format="auto", seed=0)
+    plain = assemble(plain_config, loaded, device, "sdpa")
+    submits = warm(requests(gate, plain.info.r_max))
+    want, _ = serve(Scheduler(SchedulerConfig.resolve(plain_config, plain.info)), plain.runner, submits)
+    config = configure(model, mode, "last_exited", speculation=2)
+    built = assemble(config, loaded, device, "sdpa")
+    overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(3), 48)
+    scheduler = Scheduler(SchedulerConfig.resolve(config, built.info))
+    got, deepest = serve(scheduler, overlapped, submits)
+    chains = scheduler.admission.chains
+    assert chains is not None and chains.right.sum() > 3 and chains.wrong.sum() > 3
+    assert deepest > 2
+    assert {key: answer[:2] for key, answer in got.items()} == {key: answer[:2] for key, answer in want.items()}
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -28,7 +28,7 @@ from depthbatch.worker.runner.prefill_graphs import TOKEN_COUNTS, PiecewisePrefi
 from depthbatch.worker.runner.stage_tensors import PrefillInput
 from depthbatch.worker.sampling import sampler as sampling
 from fakes import triton_twin
-from fakes.overlapped_serving import configure, requests, serve
+from fakes.overlapped_serving import configure, requests, serve, warm
 from fakes.tape_accelerator import TapeAccelerator
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
@@ -47,8 +47,8 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ops.use_kernels(cpu_kernels())
 
 
-def built(model: str, layout: str, mode: str = "off") -> BuiltRunner:
-    config = configure(model, mode, layout)
+def built(model: str, layout: str, mode: str = "off", **options: object) -> BuiltRunner:
+    config = configure(model, mode, layout, **options)
     device = resolve_device("cpu")
     loaded = load_model(config.model, dtype="float32", device=device, load_format="auto", seed=0, r_max=4)
     return assemble(config, loaded, device, "triton")
@@ -179,6 +179,25 @@ def test_tapes_equal_plain(model: str, layout: str, gate: Gate) -> None:
     assert got == want
     assert min(len(tape.entries) for tape in accelerator.tapes) > 1
     assert any(depth < plain.info.r_max for answer in got.values() for depth in answer[1][1:])
+
+
+@pytest.mark.parametrize(("model", "gate"), [("ouro-tiny", Gate.DELAYED), ("huginn-tiny", Gate.CONVERGENCE)])
+def test_tapes_with_drafts_equal_plain_without(model: str, gate: Gate) -> None:
+    """Captured stages gather and scatter by lane at fixed addresses, whatever the rows: tokens and depths are those of
+    the plain runner without speculation."""
+    plain, options = built(model, "last_exited"), {"speculation": 2, "max_num_seqs": 2}
+    submits = warm(requests(gate, plain.info.r_max))[:5]
+    want, _ = serve(
+        Scheduler(SchedulerConfig.resolve(configure(model, "off", "last_exited"), plain.info)), plain.runner, submits
+    )
+    taped = built(model, "last_exited", "lookahead", **options)
+    runner = OverlappedRunner(taped.runner.stages, taped.runner.limits, TapeAccelerator(1), 48)
+    config = configure(model, "lookahead", "last_exited", **options)
+    scheduler = Scheduler(SchedulerConfig.resolve(config, taped.info))
+    got, _ = serve(scheduler, runner, submits)
+    assert {key: answer[:2] for key, answer in got.items()} == {key: answer[:2] for key, answer in want.items()}
+    chains = scheduler.admission.chains
+    assert chains is not None and chains.right.sum() > 3 and chains.wrong.sum() > 3
 
 
 def test_a_tape_sees_what_a_graph_cannot_hold() -> None:

@@ -17,7 +17,7 @@ import torch
 from engine.test_lockstep import engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
+from depthbatch.common.frames import SLOT_PARAMS, Stage, lane_of, slot_param_words
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN, StageBatch, Variant
@@ -41,19 +41,21 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stages(position: int) -> Iterator[tuple[StageBatch, np.ndarray]]:
-    """One token of three rows that sit at different loops, with every variant on that the stage has here."""
+def stages(position: int, lanes: int = 1) -> Iterator[tuple[StageBatch, np.ndarray]]:
+    """One token of three rows that sit at different loops, with every variant on that the stage has here; with several
+    lanes the second is read for a draft."""
     coda = Variant.SAMPLE | Variant.FILTER | Variant.LOGITS | Variant.FORBID | Variant.LOGPROBS
     variant = {Stage.PRELUDE: PLAIN, Stage.CORE: Variant.GATES, Stage.CODA: coda}
-    for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, 3, 1))):
-        frame = np.zeros((4, BUCKET), np.int32)
-        frame[:, :ROWS] = [1, 2, 4], [position] * 3, aux, [1, 2, 4]
+    drafted = 3 if lanes == 1 else -3
+    for stage, aux in ((Stage.PRELUDE, (0, 3, 4)), (Stage.CORE, (1, 3, 2)), (Stage.CODA, (2, drafted, 1))):
+        frame, slots = np.zeros((4, BUCKET), np.int32), np.array([1, 2, 4])
+        frame[:, :ROWS] = slots, [position] * 3, aux, lane_of(slots, position, 5, lanes)
         yield StageBatch(position * 10 + stage, stage, BUCKET, ROWS, variant=variant[stage]), frame
 
 
-def prepared(model: Path, layout: KVLayout) -> PlainRunner:
+def prepared(model: Path, layout: KVLayout, lanes: int = 1) -> PlainRunner:
     """A runner with three short sequences and with parameters that ask for every filter and gate."""
-    runner = engine(model, layout).built.runner
+    runner = engine(model, layout, policy="refill", speculation=lanes - 1 or "off").built.runner
     params = np.zeros(ROWS, SLOT_PARAMS)
     params["slot"], params["top_k"] = (1, 2, 4), 5
     params["gate"] = Gate.OWN, Gate.DELAYED, Gate.NONE
@@ -69,17 +71,17 @@ def live_tensors() -> Counter[tuple[int, ...]]:
     return Counter(tuple(thing.shape) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
 
 
-@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize(("layout", "lanes"), [*((layout, 1) for layout in KVLayout), (KVLayout.LAST_EXITED, 3)])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_stage_keeps_its_addresses_and_leaves_nothing_behind(model: Path, layout: KVLayout) -> None:
+def test_a_stage_keeps_its_addresses_and_leaves_nothing_behind(model: Path, layout: KVLayout, lanes: int) -> None:
     """Twice every stage: same static addresses, and not one more tensor alive. That stages did run is seen in the state."""
-    runner = prepared(model, layout)
-    for header, frame in stages(2):
+    runner = prepared(model, layout, lanes)
+    for header, frame in stages(2, lanes):
         runner.run(header, frame)
     addresses = [tensor.data_ptr() for tensor in runner.static_tensors()]
     before, token = live_tensors(), runner.stages.slots.token.clone()
     for position in (3, 4):
-        for header, frame in stages(position):
+        for header, frame in stages(position, lanes):
             runner.run(header, frame)
     assert [tensor.data_ptr() for tensor in runner.static_tensors()] == addresses
     assert not torch.equal(runner.stages.slots.token, token)
@@ -87,11 +89,12 @@ def test_a_stage_keeps_its_addresses_and_leaves_nothing_behind(model: Path, layo
     assert live_tensors() <= before
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_stage_asks_the_host_for_nothing(model: Path) -> None:
+def test_a_stage_asks_the_host_for_nothing(model: Path, lanes: int) -> None:
     """No operator that reads a value back or makes a shape of data; the mode is shown to see one where there is one."""
-    runner = prepared(model, KVLayout.LAST_EXITED)
-    for header, frame in stages(2):
+    runner = prepared(model, KVLayout.LAST_EXITED, lanes)
+    for header, frame in stages(2, lanes):
         with Operators() as seen:
             runner.run(header, frame)
         assert sum(seen.counts.values()) > 5
@@ -99,6 +102,22 @@ def test_a_stage_asks_the_host_for_nothing(model: Path) -> None:
     with Operators() as seen:
         int(torch.ones(1).sum())
     assert HOST_READS & set(seen.counts)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_lanes_cost_one_operator(model: Path) -> None:
+    """Where the next token goes is a look-up by lane in coda; prelude and core are what they are without drafts."""
+    counts = {}
+    for lanes in (1, 3):
+        runner = prepared(model, KVLayout.LAST_EXITED, lanes)
+        for header, frame in stages(2, lanes):
+            with Operators() as seen:
+                runner.run(header, frame)
+            counts[lanes, header.stage] = seen.counts
+    for stage in (Stage.PRELUDE, Stage.CORE):
+        assert counts[3, stage] == counts[1, stage]
+    assert counts[3, Stage.CODA] - counts[1, Stage.CODA] == Counter({"aten.index_select.default": 1})
+    assert counts[3, Stage.CODA].total() == counts[1, Stage.CODA].total() + 1
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -29,7 +29,7 @@ BUCKET = 8
 MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
 
 
-def fake_stages(model_dir: Path, layout: KVLayout) -> Stages:
+def fake_stages(model_dir: Path, layout: KVLayout, lanes: int) -> Stages:
     """Everything the worker keeps on the device, as fake tensors; called inside the fake mode."""
     model = load_model(str(model_dir), dtype="bfloat16", device=CUDA, load_format="dummy", state_init="seeded")
     spec = model.spec
@@ -43,17 +43,17 @@ def fake_stages(model_dir: Path, layout: KVLayout) -> Stages:
         dtype=spec.dtype,
         device=CUDA,
     )
-    return Stages(model, SdpaAttention(geometry), SlotState(8, 4, spec, CUDA), layout)
+    return Stages(model, SdpaAttention(geometry), SlotState(8, 4, spec, CUDA, lanes), layout)
 
 
-@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize(("layout", "lanes"), [*((layout, 1) for layout in KVLayout), (KVLayout.LAST_EXITED, 3)])
 @pytest.mark.parametrize("model_dir", MODELS)
-def test_every_stage_runs_on_fake_cuda_tensors(model_dir: Path, layout: KVLayout) -> None:
+def test_every_stage_runs_on_fake_cuda_tensors(model_dir: Path, layout: KVLayout, lanes: int) -> None:
     """All four stages with all variants; outputs stay on the device, with the static buffers' shapes."""
     constrained = FULL | Variant.CONSTRAIN
     frame = np.array([1, 2, 0, 16, 3, 2, 1, 0, *range(5), 1, 0, 3, 2, 1, 4], np.int32)
     with fake_cuda(), torch.no_grad():
-        stages = fake_stages(model_dir, layout)
+        stages = fake_stages(model_dir, layout, lanes)
         on_device = torch.empty(frame.size, dtype=torch.int32, device=CUDA)
         sampled = torch.empty(1, dtype=torch.int32, device=CUDA)
         targets = torch.empty(4, 2, dtype=torch.int32, device=CUDA)

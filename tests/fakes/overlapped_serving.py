@@ -5,7 +5,9 @@ At the top of the tests, since a package named ``cuda`` is installed where there
 
 from collections import deque
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from depthbatch.common.config import EngineConfig
@@ -21,8 +23,8 @@ FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 Answers = dict[int, tuple[list[int], list[int], list[float]]]  # tokens, depths, scores
 
 
-def configure(model: str, mode: str, layout: str) -> EngineConfig:
-    return EngineConfig(
+def configure(model: str, mode: str, layout: str, **options: Any) -> EngineConfig:
+    config = EngineConfig(
         model=str(FIDELITY / model),
         policy="refill",  # auto goes by the clock, and where a batch cuts a prompt matters under a shared plane
         max_num_seqs=4,
@@ -32,6 +34,7 @@ def configure(model: str, mode: str, layout: str) -> EngineConfig:
         kv_layout=layout,
         async_scheduling=mode,
     )
+    return msgspec.structs.replace(config, **options)
 
 
 def requests(gate: Gate, r_max: int) -> list[Submit]:
@@ -58,6 +61,17 @@ def requests(gate: Gate, r_max: int) -> list[Submit]:
         )
         prompt = rng.integers(1, 290, 3 + 11 * index % 60).astype(np.int32)
         made.append(Submit(index, prompt.tobytes(), params))
+    return made
+
+
+def warm(submits: list[Submit]) -> list[Submit]:
+    """The same without penalties and so warm that models of random weights draft right about every second time."""
+    made = []
+    for submit in submits:
+        params = msgspec.structs.replace(
+            submit.params, temperature=10.0, presence_penalty=0.0, repetition_penalty=1.0, logit_bias=b""
+        )
+        made.append(msgspec.structs.replace(submit, params=params))
     return made
 
 
