@@ -36,12 +36,13 @@ SHOWN_CHARS = 80
 
 
 class Range(NamedTuple):
-    """What a number may be. ``low_open``: low itself is refused."""
+    """What a number may be. ``low_open``: low itself is refused; ``help``: what OpenAPI says of it."""
 
     kind: type
     low: float
     high: float
     low_open: bool = False
+    help: str | None = None
 
     def __str__(self) -> str:
         what = "a whole number" if self.kind is int else "a number"
@@ -56,21 +57,21 @@ def _digits(value: float) -> str:
 # the one home of what a request's numbers may be, for HTTP, ZMQ, Python and the command line
 RANGES = {
     "max_tokens": Range(int, 1, INT32_MAX),
-    "temperature": Range(float, 0.0, 2.0),
+    "temperature": Range(float, 0.0, 2.0, help="0 is greedy; default 1"),
     "top_p": Range(float, 0.0, 1.0, low_open=True),
-    "top_k": Range(int, -1, INT32_MAX),
+    "top_k": Range(int, -1, INT32_MAX, help="0 and -1: off"),
     "min_p": Range(float, 0.0, 1.0),
-    "seed": Range(int, -(2**63), ALL_BITS),
+    "seed": Range(int, -(2**63), ALL_BITS, help="best effort: same seed, same tokens"),
     "min_tokens": Range(int, 0, INT32_MAX),
-    "exit_threshold": Range(float, 0.0, 1e6),
-    "min_loops": Range(int, 1, MAX_DEPTH),
-    "max_loops": Range(int, 1, MAX_DEPTH),
-    "num_loops": Range(int, 1, MAX_DEPTH),
-    "priority": Range(int, 1 - MAX_PRIORITY, MAX_PRIORITY - 1),
-    "timeout_s": Range(float, 0.0, 86400.0, low_open=True),
-    "presence_penalty": Range(float, -2.0, 2.0),
-    "frequency_penalty": Range(float, -2.0, 2.0),
-    "repetition_penalty": Range(float, 0.0, 10.0, low_open=True),
+    "exit_threshold": Range(float, 0.0, 1e6, help="threshold of the gate"),
+    "min_loops": Range(int, 1, MAX_DEPTH, help="fewest loops a decoded token runs"),
+    "max_loops": Range(int, 1, MAX_DEPTH, help="most loops a decoded token runs"),
+    "num_loops": Range(int, 1, MAX_DEPTH, help="fixed depth: every decoded token runs this many loops"),
+    "priority": Range(int, 1 - MAX_PRIORITY, MAX_PRIORITY - 1, help="larger goes first"),
+    "timeout_s": Range(float, 0.0, 86400.0, low_open=True, help="limit for waiting and running together"),
+    "presence_penalty": Range(float, -2.0, 2.0, help="off tokens that the output holds"),
+    "frequency_penalty": Range(float, -2.0, 2.0, help="the same, times how often"),
+    "repetition_penalty": Range(float, 0.0, 10.0, low_open=True, help="of tokens in prompt or output; 1: off"),
     "logprobs": Range(int, 0, MAX_LOGPROBS),
     "prompt_logprobs": Range(int, 0, MAX_LOGPROBS),
 }

@@ -2,9 +2,9 @@
 a request may be is in frontend.params.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from depthbatch.common.frames import MAX_DEPTH
 from depthbatch.common.gates import GATE_BY_LABEL
@@ -107,7 +107,27 @@ class StructuredOutputs(Body):
     choice: list[StopString] | None = Field(None, min_length=1, max_length=1024)
 
 
-class GenerationFields(Body):
+if TYPE_CHECKING:
+
+    class EngineNumbers(Body):
+        """What code reads by name; all of them are made below."""
+
+        seed: int | None
+        timeout_s: float | None
+
+else:  # one optional number for each that a request has one of: name, type, range and text stand in frontend.params
+    EngineNumbers = create_model(
+        "EngineNumbers",
+        __base__=Body,
+        **{
+            name: (bounds.kind | None, ranged(name, bounds.help))
+            for name, bounds in RANGES.items()
+            if name not in ("max_tokens", "logprobs", "prompt_logprobs")  # each route has them in its own way
+        },
+    )
+
+
+class GenerationFields(EngineNumbers):
     """What completions and chat completions share."""
 
     @model_validator(mode="before")
@@ -123,21 +143,12 @@ class GenerationFields(Body):
     n: int | None = ranged("n", "choices a prompt; choice i draws with seed + i")
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = None
-    temperature: float | None = ranged("temperature", "0 is greedy; default 1")
-    top_p: float | None = ranged("top_p")
-    top_k: int | None = ranged("top_k", "0 and -1: off")
-    min_p: float | None = ranged("min_p")
-    seed: int | None = ranged("seed", "best effort: same seed, same tokens")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    min_tokens: int | None = ranged("min_tokens")
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = Field(None, description="the text ends with what stopped it")
     skip_special_tokens: bool | None = Field(None, description="false: the text shows special tokens")
     speculation: bool | None = Field(None, description="false: no draft lanes; the output is the same")
-    presence_penalty: float | None = ranged("presence_penalty", "off tokens that the output holds")
-    frequency_penalty: float | None = ranged("frequency_penalty", "the same, times how often")
-    repetition_penalty: float | None = ranged("repetition_penalty", "of tokens in prompt or output; 1: off")
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
         None, description="token id -> what is added to its logit, -100 to 100"
     )
@@ -151,13 +162,7 @@ class GenerationFields(Body):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="the output is JSON of the schema json, matches regex, or is one of choice"
     )
-    priority: int | None = ranged("priority", "larger goes first")
-    timeout_s: float | None = ranged("timeout_s", "limit for waiting and running together")
     gate: Literal[tuple(GATE_BY_LABEL)] | None = Field(None, description="exit gate of this request")  # type: ignore[valid-type]
-    exit_threshold: float | None = ranged("exit_threshold", "threshold of the gate")
-    min_loops: int | None = ranged("min_loops", "fewest loops a decoded token runs")
-    max_loops: int | None = ranged("max_loops", "most loops a decoded token runs")
-    num_loops: int | None = ranged("num_loops", "fixed depth: every decoded token runs this many loops")
     exit_depths: Annotated[list[Depth], Field(max_length=MAX_EXIT_DEPTHS)] | None = Field(
         None, description="replay: the loops of each decoded token in turn; those beyond the list run all"
     )
