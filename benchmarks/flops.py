@@ -5,15 +5,15 @@ embedding is a lookup and costs nothing unless it is the output head as well.
 """
 
 from math import prod
+from typing import TYPE_CHECKING
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.worker.device_profile import StageFlops
 
+if TYPE_CHECKING:
+    from depthbatch.worker.models.family import TensorTable
+
 SIMULATED = "simulated:"
-_CORE_PREFIXES = ("model.layers.", "transformer.core_block.", "transformer.adapter.")
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
-_HEAD = "lm_head.weight"
-_NOT_IN_A_PASS = ("model.early_exit_gate.",)
 
 
 def stage_flops(config: EngineConfig) -> StageFlops:
@@ -25,17 +25,17 @@ def stage_flops(config: EngineConfig) -> StageFlops:
     from depthbatch.worker.models.loader import open_model_dir
 
     model_dir = open_model_dir(config.model, config.load_format)
-    return count_flops(model_dir.family.tensors(model_dir.config).required)
+    return count_flops(model_dir.family.tensors(model_dir.config))
 
 
-def count_flops(shapes: dict[str, tuple[int, ...]]) -> StageFlops:
-    """FLOPs from tensor names and shapes; a checkpoint without a head of its own uses its embedding as one."""
+def count_flops(table: "TensorTable") -> StageFlops:
+    """FLOPs from the shapes of a checkpoint's tensors; which of them the core uses, its family says."""
     core = boundary = 0.0
-    for name, shape in shapes.items():
-        if len(shape) != 2 or name.startswith(_NOT_IN_A_PASS):
+    for name, shape in table.required.items():
+        if len(shape) != 2 or name in table.looked_up:
             continue
-        if name.startswith(_CORE_PREFIXES):
+        if name in table.core:
             core += 2.0 * prod(shape)
-        elif name not in _EMBEDDINGS or _HEAD not in shapes:
+        else:
             boundary += 2.0 * prod(shape)
     return StageFlops(core=core, boundary=boundary)

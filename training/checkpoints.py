@@ -106,7 +106,7 @@ def _sizes(size_class: type[Size], config: ConfigReader) -> Size:
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(size_class):
         if field.name in ("rope_theta", "rope_base"):
-            fields[field.name] = config.rope_base(field.name)
+            fields[field.name] = config.rope(field.name, interleaved=False).base
         elif config.has(field.name):
             fields[field.name] = config.number(field.name) if field.type == "float" else config.values[field.name]
         elif field.default is dataclasses.MISSING:

@@ -307,7 +307,7 @@ def core_steps(setup: Setup, shape: Shape, config: EngineConfig, built: BuiltRun
     bandwidth = copy_bandwidth(setup)
     directory = open_model_dir(config.model, config.load_format)
     spec = runner.stages.model.spec
-    weights = count_flops(directory.family.tensors(directory.config).required).core / 2 * spec.dtype.itemsize
+    weights = count_flops(directory.family.tensors(directory.config)).core / 2 * spec.dtype.itemsize
     a_token = spec.core_layers * 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize  # one plane
     result: Result = {"bandwidth_bytes_per_s": bandwidth, "weight_bytes": weights}
     for rows in shape.batches:

@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from depthbatch.benchmarks.flops import count_flops
+from depthbatch.benchmarks.flops import count_flops, stage_flops
 from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
 from depthbatch.benchmarks.throughput import PolicyChoice, add_throughput_arguments, fitting, run_throughput
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.messages import SchedulerStats
 from depthbatch.common.stats import CoreStats, HistogramStats, StageStats, WorkerStats
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.device_profile import StageFlops
+from depthbatch.worker.models.family import TensorTable
+from fakes.checkpoints import FIDELITY
 
 FLOPS = StageFlops(core=3.0, boundary=2.0)
 
@@ -57,14 +61,34 @@ def test_bounds_are_equations_one_and_two() -> None:
 
 
 def test_flops_count_each_matrix_once() -> None:
-    core = {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.layers.0.input_layernorm.weight": (4,)}
-    embed, head = {"model.embed_tokens.weight": (16, 4)}, {"lm_head.weight": (16, 4)}
-    gate = {"model.early_exit_gate.weight": (1, 4)}
-    assert count_flops(core | embed | head | gate) == StageFlops(core=64.0, boundary=128.0)
-    assert count_flops(core | embed) == StageFlops(core=64.0, boundary=128.0)  # tied: the embedding is the head
-    huginn = {"transformer.adapter.weight": (4, 8), "transformer.core_block.0.mlp.fc.weight": (8, 4)}
-    rest = {"transformer.coda.0.mlp.fc.weight": (8, 4), "transformer.wte.weight": (16, 4), "lm_head.weight": (16, 4)}
-    assert count_flops(huginn | rest) == StageFlops(core=128.0, boundary=192.0)
+    """A norm, an untied embedding and a gate cost nothing; a tied embedding is the head."""
+    core = {"layer.up": (8, 4), "layer.norm": (4,)}
+    embed, head, gate = {"embed": (16, 4)}, {"head": (16, 4)}, {"gate": (1, 4)}
+    untied = TensorTable(core | embed | head | gate, core=frozenset(core), looked_up=frozenset(embed) | frozenset(gate))
+    assert count_flops(untied) == StageFlops(core=64.0, boundary=128.0)
+    assert count_flops(TensorTable(core | embed, core=frozenset(core))) == StageFlops(core=64.0, boundary=128.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "core", "boundary"),
+    [
+        ("ouro-tiny", ("model.layers.",), ("lm_head.",)),
+        ("huginn-tiny", ("transformer.core_block.", "transformer.adapter."), ("transformer.",)),
+        (
+            "retro-llama-tiny",
+            ("transformer.core_block.", "transformer.adapter."),
+            ("transformer.prelude", "transformer.coda", "lm_head."),
+        ),
+    ],
+)
+def test_flops_of_stored_checkpoints(model: str, core: tuple[str, ...], boundary: tuple[str, ...]) -> None:
+    """What a family declares, against the matrices in a file of its format by their names: a plan that leaves the adapter
+    out of the core, or counts an embedding that is only looked up, changes a bound that benchmarks print."""
+    stored = load_file(FIDELITY / model / "model.safetensors")
+    matrices = {name: 2.0 * tensor.numel() for name, tensor in stored.items() if tensor.dim() == 2}
+    in_core = sum(flops for name, flops in matrices.items() if name.startswith(core))
+    outside = sum(f for name, f in matrices.items() if name.startswith(boundary) and not name.startswith(core))
+    assert stage_flops(EngineConfig.from_values({"model": str(FIDELITY / model)})) == StageFlops(in_core, outside)
 
 
 @pytest.mark.parametrize("bad", ["fast", "refill:0", "refill:x", "no-refill:3"])

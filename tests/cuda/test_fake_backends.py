@@ -59,6 +59,7 @@ BACKENDS: dict[str, tuple[Callable[[CacheGeometry], AttentionBackend], int]] = {
 }
 
 
+MODELS = ("ouro-tiny", "huginn-tiny", "retro-llama-tiny")
 LAYERS = (
     "num_hidden_layers",
     "n_layers_in_prelude",
@@ -71,7 +72,7 @@ LAYERS = (
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Configurations with one layer where there are more: every layer runs the same operators."""
     made = {}
-    for name in ("ouro-tiny", "huginn-tiny"):
+    for name in MODELS:
         config = json.loads((FIDELITY / name / "config.json").read_text())
         made[name] = tmp_path_factory.mktemp(name)
         config.update({key: 1 for key in LAYERS if key in config})
@@ -113,7 +114,7 @@ def on_cuda(*tensors: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("layout", list(KVLayout))
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", ["ouro-tiny", "huginn-tiny"])
+@pytest.mark.parametrize("model", MODELS)
 def test_every_form_runs_on_fake_cuda_tensors(
     models: dict[str, Path], model: str, backend: str, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,11 +22,15 @@ from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
 from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.slots import SlotState
 from fakes.fake_cuda import fake_cuda
-from reference.oracle import HUGINN, OURO
+from reference.oracle import HUGINN, OURO, RETROFITTED
 
 CUDA = torch.device("cuda")
 BUCKET = 8
-MODELS = [pytest.param(OURO, id="ouro"), pytest.param(HUGINN, id="huginn")]
+MODELS = [
+    pytest.param(OURO, id="ouro"),
+    pytest.param(HUGINN, id="huginn"),
+    pytest.param(RETROFITTED[0], id="retrofitted"),
+]
 
 
 def fake_stages(model_dir: Path, layout: KVLayout, lanes: int) -> Stages:

@@ -37,8 +37,10 @@ class Context:
         return self.backend.prefill_stack(stack, x, rotation, self.rows)
 
 
-def make_stack(case: Case, hidden: int, inner: int, huginn: bool, final: bool) -> BlockStack:
-    """Random blocks: Ouro's norm placement, or Huginn's with its bias."""
+def make_stack(
+    case: Case, hidden: int, inner: int, huginn: bool, final: bool, llama: bool = False, qk_norm: bool = False
+) -> BlockStack:
+    """Random blocks: Ouro's norm placement, or Huginn's with its bias, or Llama's without norms on branches' results."""
     g = case.geometry
     qkv_width, qk_width = (g.num_heads + 2 * g.num_kv_heads) * g.head_dim, (g.num_heads + g.num_kv_heads) * g.head_dim
 
@@ -51,11 +53,13 @@ def make_stack(case: Case, hidden: int, inner: int, huginn: bool, final: bool) -
             qkv=Linear(matrix(qkv_width, hidden)),
             qk_bias=case.randn(qk_width) if huginn else None,
             out=Linear(matrix(hidden, g.num_heads * g.head_dim)),
-            norm_out=case.randn(hidden),
+            norm_out=None if llama else case.randn(hidden),
             norm_mlp_in=case.randn(hidden),
             gate_up=GatedLinear(matrix(2 * inner, hidden)),
             down=Linear(matrix(hidden, inner)),
-            norm_mlp_out=case.randn(hidden),
+            norm_mlp_out=None if llama else case.randn(hidden),
+            q_norm=case.randn(g.num_heads * g.head_dim) if qk_norm else None,
+            k_norm=case.randn(g.num_kv_heads * g.head_dim) if qk_norm else None,
         )
 
     return BlockStack(tuple(block() for _ in range(LAYERS)), 0, huginn, 1e-6, case.randn(hidden) if final else None)
@@ -66,15 +70,16 @@ def make_stack(case: Case, hidden: int, inner: int, huginn: bool, final: bool) -
     group=st.sampled_from([1, 2]),
     hidden=st.sampled_from([32, 40, 64]),
     huginn=st.booleans(),
+    llama=st.booleans(),
     final=st.booleans(),
     prefill=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=40, deadline=None)
 def test_stack_equals_its_plain_loop(
-    dtype: torch.dtype, group: int, hidden: int, huginn: bool, final: bool, prefill: bool, seed: int
+    dtype: torch.dtype, group: int, hidden: int, huginn: bool, llama: bool, final: bool, prefill: bool, seed: int
 ) -> None:
-    """Both norm placements, with and without bias and final norm, decode and prefill: outputs and K/V are equal bits.
+    """All norm placements, with and without bias and final norm, decode and prefill: outputs and K/V are equal bits.
 
     Two runs, the second with other rows: stale scratch or stale arguments of the first would show.
     """
@@ -83,7 +88,7 @@ def test_stack_equals_its_plain_loop(
     fused, plain = make_case(geometry, kernels, seed), make_case(geometry, kernels, seed)
     if kernels.by_type[dtype].stack is None:
         pytest.skip("this processor has no packed products")
-    stack = make_stack(fused, hidden, 48, huginn, final)
+    stack = make_stack(fused, hidden, 48, huginn, final, llama)
     for run in range(2):
         rows = (prefill_rows if prefill else decode_rows)(fused, 0, seed + run)
         n = len(rows.positions)
@@ -117,3 +122,14 @@ def test_unpacked_stack_runs_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = packed(x, rotation, Context(case.tested, rows)), unpacked(x, rotation, Context(other.oracle, rows))
     real = rows.slots != 0
     torch.testing.assert_close(ours[real], theirs[real], atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_that_the_kernels_do_not_know_run_their_loop() -> None:
+    """The C pass has no q and k norms: it must decline such a stack instead of leaving them out."""
+    geometry = CacheGeometry(33, 16, 4, 2, 16, (1, 3), torch.float32, torch.device("cpu"))
+    case = make_case(geometry, kernels_for("c"), 7)
+    rows = decode_rows(case, 0, 3)
+    n = len(rows.slots)
+    x, rotation = case.randn(n, 32), case.rotation(n, False)
+    normed = make_stack(case, 32, 48, False, True, qk_norm=True)
+    assert case.tested.decode_stack(normed, x, rotation, rows) is None

@@ -14,7 +14,7 @@ import torch
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.layers.rotary import Rotation
-from depthbatch.worker.models.interface import LoopedModel, WorkItem
+from depthbatch.worker.models.interface import WorkItem
 from depthbatch.worker.models.loader import load_model
 from fakes.checkpoints import (
     HUGINN_TINY,
@@ -24,46 +24,12 @@ from fakes.checkpoints import (
     write_lookahead_gate,
     write_preloop_gate,
 )
-from fakes.contiguous_attention import ContiguousMemory, Row
+from fakes.contiguous_attention import Row
+from fakes.model_batch import Batch
 from reference import huginn, ouro
 
 PROMPTS = ([5, 17, 250, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 77, 100, 200], [42], [3, 1, 4, 1, 5, 9, 2, 6])
 ATOL = 1e-4
-
-
-class Batch:
-    """Runs stages of a model over rows of several sequences."""
-
-    def __init__(self, model: LoopedModel, layout: KVLayout, sequences: int, state_seed: int = 0) -> None:
-        self.model, self.state_seed = model, state_seed
-        self.memory = ContiguousMemory(model.spec, layout, sequences, capacity=80)
-
-    def prelude(self, ids: list[int], rows: list[Row]) -> WorkItem:
-        seeds = torch.full((len(rows),), self.state_seed, dtype=torch.int32)
-        return self.model.prelude(torch.tensor(ids, dtype=torch.int32), positions(rows), seeds, self.memory.rows(rows))
-
-    def core(self, item: WorkItem, rows: list[Row]) -> WorkItem:
-        loops = torch.tensor([row.loop for row in rows], dtype=torch.int32)
-        return self.model.core(item, positions(rows), loops, self.memory.rows(rows))
-
-    def logits(self, item: WorkItem, rows: list[Row]) -> torch.Tensor:
-        for row in rows:
-            self.memory.fill(row)
-        return self.model.logits(self.model.coda(item, positions(rows), self.memory.rows(rows)))
-
-    def prefill(self, prompts: list[list[int]]) -> torch.Tensor:
-        """All prompts packed, at full depth: logits [sequences, V] of the last positions."""
-        rows = [Row(s, p, 1) for s, prompt in enumerate(prompts) for p in range(len(prompt))]
-        item = self.prelude([token for prompt in prompts for token in prompt], rows)
-        for loop in range(1, self.model.spec.r_max + 1):
-            rows = [row._replace(loop=loop) for row in rows]
-            item = self.core(item, rows)
-        ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-        return self.logits(item, rows)[ends]
-
-
-def positions(rows: list[Row]) -> torch.Tensor:
-    return torch.tensor([row.position for row in rows], dtype=torch.int32)
 
 
 def decode_with_refill(batch: Batch, prompts: list[list[int]], depths: list[list[int]]) -> list[list[torch.Tensor]]:

@@ -16,7 +16,7 @@ from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import TensorTable
 from depthbatch.worker.models.loader import load_model, read_spec
 from depthbatch.worker.models.registry import find_family
-from fakes.checkpoints import HUGINN_TINY, OURO_TINY, make_tensors, tiny_config, write_checkpoint
+from fakes.checkpoints import FIDELITY, HUGINN_TINY, OURO_TINY, make_tensors, tiny_config, write_checkpoint
 
 OURO_1_4B = {
     **json.loads((OURO_TINY / "config.json").read_text()),
@@ -43,6 +43,20 @@ HUGINN_3_5B = {
     "eos_token_id": 65505,
     "torch_dtype": "bfloat16",
 }
+RECURRENT_LLAMA = {  # 4-6-4
+    **json.loads((FIDELITY / "retro-llama-tiny" / "config.json").read_text()),
+    "vocab_size": 128256,
+    "padded_vocab_size": 128256,
+    "n_embd": 2048,
+    "n_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "n_layers_in_prelude": 4,
+    "n_layers_in_recurrent_block": 6,
+    "n_layers_in_coda": 4,
+    "max_position_embeddings": 131072,
+}
 RETROFITTED = {  # Huginn's class name, other blocks
     **HUGINN_3_5B,
     "block_class_name": "TransformerPreNormBlock",
@@ -68,8 +82,9 @@ def config_only(path: Path, config: dict[str, Any]) -> str:
         (OURO_1_4B, 269, 1_434_652_673),
         (OURO_2_6B, 533, 2_667_974_657),
         (HUGINN_3_5B, 75, 3_564_976_800),
+        (RECURRENT_LLAMA, 88, 1_385_228_288),
     ],
-    ids=["ouro-1.4b", "ouro-2.6b", "huginn-3.5b"],
+    ids=["ouro-1.4b", "ouro-2.6b", "huginn-3.5b", "recurrent-llama-3.2"],
 )
 def test_published_sizes(config: dict[str, Any], tensors: int, parameters: int) -> None:
     """Tensor and parameter counts of the published checkpoints: a wrong shape or a missing key changes one of them."""
@@ -82,10 +97,11 @@ def test_published_key_names() -> None:
     """Key lists equal those stored in the fidelity checkpoints, which use the public names."""
     from safetensors import safe_open
 
-    for path in (OURO_TINY, HUGINN_TINY):
+    for path in (OURO_TINY, HUGINN_TINY, *(FIDELITY / f"retro-{base}-tiny" for base in ("llama", "tinyllama", "olmo"))):
         table = table_of(json.loads((path / "config.json").read_text()))
+        wanted = table.required | (table.optional if "olmo" in path.name else {})
         with safe_open(path / "model.safetensors", "pt") as stored:
-            assert table.required == {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+            assert wanted == {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
 
 
 def test_published_specs(tmp_path: Path) -> None:
@@ -144,6 +160,41 @@ def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
     path = config_only(tmp_path, tiny_config(OURO_TINY))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
     assert read_spec(path, load_format="dummy").eos_token_ids == (0, 7)
+
+
+def test_retrofitted_models_take_the_tokenizers_stop_tokens(tmp_path: Path) -> None:
+    """Their config and generation config hold Huginn's ids: beyond TinyLlama's vocabulary, ordinary words of Llama's."""
+    config = RECURRENT_LLAMA | {"eos_token_id": 65505}
+    path = config_only(tmp_path, config)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 65505}')
+    assert read_spec(path, load_format="dummy").eos_token_ids == ()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end_of_text|>"}}')
+    added = [{"id": 128000, "content": "<|begin_of_text|>"}, {"id": 128001, "content": "<|end_of_text|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    spec = read_spec(path, load_format="dummy")
+    assert spec.eos_token_ids == (128001,)
+    assert (spec.vocab_size, spec.max_positions, spec.num_kv_heads) == (128256, 131072, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "base"),
+    [
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, 1e4),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}, 5e5),
+    ],
+)
+def test_rope_parameters_win(changes: dict[str, Any], base: float) -> None:
+    """New files keep a stale ``rope_theta`` beside the ``rope_parameters`` that the published code reads."""
+    config = ConfigReader(tiny_config(OURO_TINY, **changes), "config.json")
+    assert config.rope("rope_theta", interleaved=False).base == base
+
+
+def test_rotary_fields_that_are_not_honoured_are_refused() -> None:
+    for inner in ({"mscale": 0.7}, {"partial_rotary_factor": 0.5}, {"rope_type": "linear", "factor": 2.0}):
+        config = ConfigReader(tiny_config(OURO_TINY, rope_parameters=inner), "config.json")
+        with pytest.raises(ModelError, match="is not supported"):
+            config.rope("rope_theta", interleaved=False)
 
 
 def test_dtype_auto_follows_config_then_checkpoint(tmp_path: Path) -> None:
@@ -245,12 +296,35 @@ HUGINN_ERRORS: dict[str, tuple[Breaker, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("base", "name"), [(OURO_TINY, n) for n in OURO_ERRORS] + [(HUGINN_TINY, n) for n in HUGINN_ERRORS]
-)
+RETRO_ERRORS: dict[str, tuple[Breaker, str]] = {
+    "block": (edit_config(block_class_name="TransformerPreNormBlock"), "'block_class_name' = 'TransformerPre"),
+    "qk_bias": (edit_config(qk_bias=True), "'qk_bias' = True is not supported"),
+    "noise": (edit_config(test_time_noise=0.1), "'test_time_noise' = 0.1 is not supported"),
+    "padded": (edit_config(padded_vocab_size=4096), "'padded_vocab_size' = 4096 is not supported"),
+    "start": (edit_config(initial_state_mode="zeros"), "'initial_state_mode' = 'zeros' is not supported"),
+    "no init_values": (edit_config(init_values=None), "init_values: missing field 'embed_scale'"),
+    "scaling": (
+        edit_config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        "'rope_scaling' of type 'yarn' is not supported",
+    ),
+    "half a scaling": (
+        edit_config(rope_scaling={"rope_type": "llama3", "factor": 2.0}),
+        "rope_scaling: missing field 'low_freq_factor'",
+    ),
+    "partial": (edit_config(partial_rotary_factor=0.5), "'partial_rotary_factor' = 0.5 is not supported"),
+    "heads": (edit_config(num_key_value_heads=3), "n_heads 4 is not a multiple of num_key_value_heads 3"),
+    "one q norm": (
+        edit_tensors(lambda t: t.update({"transformer.coda.0.attn.q_norm.weight": torch.ones(64)})),
+        r"tensor 'transformer\.coda\.0\.attn\.k_norm\.weight' is missing",
+    ),
+}
+ERRORS = {OURO_TINY: OURO_ERRORS, HUGINN_TINY: HUGINN_ERRORS, FIDELITY / "retro-llama-tiny": RETRO_ERRORS}
+
+
+@pytest.mark.parametrize(("base", "name"), [(base, name) for base, errors in ERRORS.items() for name in errors])
 def test_errors_name_the_thing(base: Path, name: str, tmp_path: Path) -> None:
     """Each way of breaking a directory gives one ModelError line; the unbroken directory loads (tested above)."""
-    change, message = (OURO_ERRORS if base == OURO_TINY else HUGINN_ERRORS)[name]
+    change, message = ERRORS[base][name]
     write_checkpoint(tmp_path, tiny_config(base))
     change(tmp_path)
     with pytest.raises(ModelError, match=message) as caught:

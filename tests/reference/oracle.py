@@ -9,14 +9,16 @@ import numpy as np
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
 from fakes.lockstep import Answer
-from reference import huginn, ouro
+from reference import huginn, ouro, retrofitted
 from reference.decoding import Result
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 OURO, HUGINN = FIDELITY / "ouro-tiny", FIDELITY / "huginn-tiny"
+RETROFITTED = tuple(FIDELITY / f"retro-{base}-tiny" for base in ("llama", "tinyllama", "olmo"))
+REFERENCES = {OURO: ouro, HUGINN: huginn} | dict.fromkeys(RETROFITTED, retrofitted)
 
 
-R_MAX = {OURO: 4, HUGINN: 5}  # Huginn's own is 8: shorter here, to keep the tests short
+R_MAX = {OURO: 4, HUGINN: 5} | dict.fromkeys(RETROFITTED, 5)  # Huginn's own is 8: shorter here, to keep the tests short
 NEAR_TIE = 2e-4  # logits; engine and reference round differently by up to 5e-5
 
 
@@ -83,7 +85,7 @@ def _generate(
     state_seed: int | None,
 ) -> Result:
     state = {} if state_seed is None else {"state_seed": state_seed}
-    return (huginn if model == HUGINN else ouro).generate(
+    return REFERENCES.get(model, ouro).generate(
         model,
         ids,
         count,

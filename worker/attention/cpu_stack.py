@@ -94,7 +94,7 @@ def fuse(
     first = stack.blocks[0]
     args = StackArgs(
         blocks=ctypes.addressof(blocks),
-        final_norm=None if stack.final_norm is None else stack.final_norm.data_ptr(),
+        final_norm=_address(stack.final_norm),
         num_blocks=len(stack.blocks),
         hidden=first.qkv.in_features,
         norm_on_sum=stack.norm_on_sum,
@@ -112,10 +112,14 @@ def fuse(
 def _fusible(block: Block, geometry: CacheGeometry) -> bool:
     products = (block.qkv.product, block.out.product, block.gate_up.product, block.down.product)
     packed = all(isinstance(p, PackedProduct) and p.packed.dtype is geometry.dtype for p in products)
-    vectors = [block.norm_in, block.norm_out, block.norm_mlp_in, block.norm_mlp_out]
-    if block.qk_bias is not None:
-        vectors.append(block.qk_bias)
-    return packed and all(_plain_vector(v, geometry) for v in vectors)
+    if not packed or block.norm_in is None or block.norm_mlp_in is None or block.q_norm is not None:
+        return False
+    vectors = (block.norm_in, block.norm_mlp_in, block.norm_out, block.norm_mlp_out, block.qk_bias)
+    return all(v is None or _plain_vector(v, geometry) for v in vectors)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _plain_vector(x: Tensor, geometry: CacheGeometry) -> bool:
@@ -123,13 +127,13 @@ def _plain_vector(x: Tensor, geometry: CacheGeometry) -> bool:
 
 
 def _block_args(block: Block, geometry: CacheGeometry, layer_address: int) -> BlockArgs:
-    bias = None if block.qk_bias is None else block.qk_bias.data_ptr()
+    bias = _address(block.qk_bias)
     k_bias = None if bias is None else bias + geometry.num_heads * geometry.head_dim * geometry.dtype.itemsize
     return BlockArgs(
-        norm_in=block.norm_in.data_ptr(),
-        norm_out=block.norm_out.data_ptr(),
-        norm_mlp_in=block.norm_mlp_in.data_ptr(),
-        norm_mlp_out=block.norm_mlp_out.data_ptr(),
+        norm_in=_address(block.norm_in),
+        norm_mlp_in=_address(block.norm_mlp_in),
+        norm_out=_address(block.norm_out),
+        norm_mlp_out=_address(block.norm_mlp_out),
         q_bias=bias,
         k_bias=k_bias,
         cache=layer_address,

@@ -7,6 +7,7 @@ Knows nothing of slots, cache blocks or loops.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from depthbatch.worker.layers.linear import GatedLinear, Linear
@@ -39,17 +40,19 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """Attention and a gated MLP, each with a norm on its input and one on its output."""
+    """Attention and a gated MLP; each may have a norm on its input and one on its output."""
 
-    norm_in: Tensor  # [D]
     qkv: Linear  # D -> (H + 2 Hkv) Dh
-    qk_bias: Tensor | None  # [(H + Hkv) Dh], added to q and k before the rotation
     out: Linear  # H Dh -> D
-    norm_out: Tensor  # [D]
-    norm_mlp_in: Tensor  # [D]
     gate_up: GatedLinear  # D -> I
     down: Linear  # I -> D
-    norm_mlp_out: Tensor  # [D]
+    norm_in: Tensor | None = None  # [D]
+    norm_out: Tensor | None = None  # [D]
+    norm_mlp_in: Tensor | None = None  # [D]
+    norm_mlp_out: Tensor | None = None  # [D]
+    qk_bias: Tensor | None = None  # [(H + Hkv) Dh], added to q and k before the rotation
+    q_norm: Tensor | None = None  # [H Dh], over the whole of q before the rotation
+    k_norm: Tensor | None = None  # [Hkv Dh], likewise
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +82,26 @@ class BlockStack:
 
     def qkv(self, block: Block, x: Tensor) -> Tensor:
         """What a block's attention starts from: x [N, D] -> [N, (H + 2 Hkv) Dh], not rotated."""
-        return block.qkv(rms_norm(x, block.norm_in, self.eps))
+        qkv = block.qkv(self._normed(x, block.norm_in))
+        if block.q_norm is None or block.k_norm is None:
+            return qkv
+        q, k, v = torch.split(qkv, [len(block.q_norm), len(block.k_norm), len(block.k_norm)], -1)
+        q, k = (rms_norm(part.contiguous(), n, self.eps) for part, n in ((q, block.q_norm), (k, block.k_norm)))
+        return torch.cat((q, k, v), -1)
 
     def after_attention(self, block: Block, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of a block: its input x [N, D], attended [N, H Dh] -> [N, D]."""
         x = self._join(x, block.out(attended), block.norm_out)
-        return self._join(x, block.down(block.gate_up(rms_norm(x, block.norm_mlp_in, self.eps))), block.norm_mlp_out)
+        return self._join(x, block.down(block.gate_up(self._normed(x, block.norm_mlp_in))), block.norm_mlp_out)
 
     def ended(self, x: Tensor) -> Tensor:
         """The last block's output [N, D] as the stack gives it."""
-        return x if self.final_norm is None else rms_norm(x, self.final_norm, self.eps)
+        return self._normed(x, self.final_norm)
 
-    def _join(self, x: Tensor, branch: Tensor, norm: Tensor) -> Tensor:
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else rms_norm(x, norm, self.eps)
+
+    def _join(self, x: Tensor, branch: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is None:
+            return x + branch
         return add_rms_norm(x, branch, norm, self.eps) if self.norm_on_sum else rms_norm_add(x, branch, norm, self.eps)

@@ -17,20 +17,44 @@ class Rotation(NamedTuple):
     sin: torch.Tensor  # fp32 [N, Dh/2]
 
 
-class RotaryTable:
-    """fp32 cosines and sines of positions 0 .. max_positions - 1.
+class Llama3Scaling(NamedTuple):
+    """Slower angles for wavelengths beyond the trained context, blended between the two frequency factors."""
 
-    Every pair of a head's ``head_dim`` features has one frequency, base ** (-2i / head_dim); ``base`` is rope_theta.
-    """
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: float
 
-    def __init__(self, max_positions: int, head_dim: int, base: float, interleaved: bool, device: torch.device) -> None:
+
+class Rope(NamedTuple):
+    """How positions become angles."""
+
+    base: float
+    interleaved: bool
+    scaling: Llama3Scaling | None = None
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """fp32 [head_dim / 2] radians a position: base ** (-2i / head_dim), scaled."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        frequencies = (np.float32(1.0) / np.float32(base) ** exponents).tolist()
+        plain: np.ndarray = np.float32(1.0) / np.float32(self.base) ** exponents
+        if (s := self.scaling) is None:
+            return plain
+        turns = s.original_positions * plain / (2 * np.pi)  # over the trained context
+        kept = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
+        scaled: np.ndarray = (plain * (kept + (1.0 - kept) / s.factor)).astype(np.float32)
+        return scaled
+
+
+class RotaryTable:
+    """fp32 cosines and sines of positions 0 .. max_positions - 1, for heads of ``head_dim`` features."""
+
+    def __init__(self, max_positions: int, head_dim: int, rope: Rope, device: torch.device) -> None:
+        frequencies = rope.frequencies(head_dim).tolist()
         places = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(places, torch.tensor(frequencies, dtype=torch.float32, device=device))
         self._cos = angles.cos()  # [P, Dh / 2]
         self._sin = angles.sin()
-        self._interleaved = interleaved
+        self._interleaved = rope.interleaved
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of rows at positions [N]."""

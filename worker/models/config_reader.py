@@ -6,6 +6,9 @@ Knows nothing of any model. All failures are one-line ModelErrors that name the 
 from typing import Any
 
 from depthbatch.common.errors import ModelError
+from depthbatch.worker.layers.rotary import Llama3Scaling, Rope
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 class ConfigReader:
@@ -81,18 +84,35 @@ class ConfigReader:
                 return self.boolean(name)
         raise self.fail("missing field " + " or ".join(f"'{name}'" for name in names))
 
-    def rope_base(self, name: str) -> float:
-        """The rotary base, at the top level or in ``rope_parameters``; scaled variants are refused."""
-        for group in ("rope_parameters", "rope_scaling"):
-            inner = self.values.get(group) or {}
-            if not isinstance(inner, dict):
-                raise self.fail(f"field '{group}' must be an object, got {inner!r}")
-            kind = inner.get("rope_type", inner.get("type", "default"))
-            if kind not in (None, "default"):
-                raise self.fail(f"'{group}' of type {kind!r} is not supported (only 'default')")
-            if name in inner and not self.has(name):
-                return ConfigReader(inner, f"{self.path}: {group}").number(name)
-        return self.number(name)
+    def is_named(self, model_type: str, architecture: str) -> bool:
+        """Whether the config calls itself by either name."""
+        return self.values.get("model_type") == model_type or architecture in self.architectures()
+
+    def refuse(self, *names: str) -> None:
+        """Refuses fields that are set to anything but null, false, zero or nothing."""
+        for name in names:
+            if value := self.values.get(name):
+                raise self.fail(f"'{name}' = {value!r} is not supported (only absent or off)")
+
+    def rope(self, base: str, interleaved: bool, scaled: bool = False) -> Rope:
+        """The rotary embedding: ``base`` names the field of its base, at the top level or, which wins, in
+        ``rope_parameters``. Refuses fields there that are not honoured; ``scaled`` families honour llama3's."""
+        self.expect("partial_rotary_factor", (1.0,), optional=True)
+        rope, scaling = None, None
+        for name in ("rope_scaling", "rope_parameters"):
+            inner = ConfigReader(self.values.get(name) or {}, f"{self.path}: {name}")
+            if not isinstance(inner.values, dict):
+                raise self.fail(f"field '{name}' must be an object, got {inner.values!r}")
+            kind = inner.values.get("rope_type", inner.values.get("type")) or "default"
+            if kind != "default" and not (scaled and kind == "llama3"):
+                supported = "'default' or 'llama3'" if scaled else "'default'"
+                raise self.fail(f"'{name}' of type {kind!r} is not supported (only {supported})")
+            inner.expect("partial_rotary_factor", (1.0,), optional=True)
+            known = {base, "rope_type", "type", "partial_rotary_factor", *(_LLAMA3 if kind == "llama3" else ())}
+            inner.refuse(*sorted(inner.values.keys() - known))
+            rope = inner.number(base) if inner.has(base) else rope
+            scaling = Llama3Scaling(*map(inner.number, _LLAMA3)) if kind == "llama3" else scaling
+        return Rope(self.number(base) if rope is None else rope, interleaved, scaling)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """End-of-sequence ids: ``eos_token_id`` as a number or list; none when it is absent."""

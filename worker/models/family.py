@@ -1,7 +1,8 @@
 """What a model file exports: how to recognise a config, which tensors it needs, how to build the model.
 
-A model file in this folder defines ``FAMILY``, an instance of ModelFamily; ``registry`` finds it. The loader around
-it reads files and checks names, shapes and values; the family only says what it wants.
+A model file in this folder defines ``FAMILY``, an instance of ModelFamily; ``registry`` finds it, and those that other
+packages offer. The loader around it reads files and checks names, shapes and values; the family only says what it
+wants. A family of Llama-like blocks derives from ``llama_like.LlamaLikeFamily`` and inherits most of it.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 
+Shapes = dict[str, tuple[int, ...]]
+
 LOOKAHEAD_GATE = "lookahead_gate"  # <name>.safetensors beside the model: weight [1, D], bias [1]
 PRELOOP_GATE = "preloop_gate"  # likewise: weight [R, D], bias [R], R the trained loops
 
@@ -22,9 +25,11 @@ PRELOOP_GATE = "preloop_gate"  # likewise: weight [R, D], bias [R], R the traine
 class TensorTable:
     """Names and shapes of a checkpoint."""
 
-    required: dict[str, tuple[int, ...]]
-    optional: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    required: Shapes
+    optional: Shapes = field(default_factory=dict)
     ignored_suffixes: tuple[str, ...] = ()  # stored by some versions, recomputed by us
+    core: frozenset[str] = frozenset()  # those every loop uses
+    looked_up: frozenset[str] = frozenset()  # those no token is multiplied by: an untied embedding, gates
 
 
 class SpecOptions(NamedTuple):
@@ -55,6 +60,7 @@ class ModelFamily(Protocol):
     """One architecture."""
 
     name: str
+    eos_of_tokenizer: bool  # the configs' special ids are stale; the tokenizer knows its own
 
     def claims(self, config: ConfigReader) -> bool:
         """True when the config's names are this family's; ``spec`` then refuses variants it cannot run."""

@@ -6,6 +6,7 @@ the file, tensor or field. Knows no architecture: ``models.registry`` finds the 
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,14 +54,25 @@ def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
         raise ConfigError(f"load_format '{load_format}' is not one of {', '.join(LOAD_FORMATS)}")
     path = resolve_model_dir(name)
     config = ConfigReader(read_json(path / "config.json"), str(path / "config.json"))
-    if "eos_token_id" in (generation := _generation_config(path)):
+    family = find_family(config)
+    if family.eos_of_tokenizer:
+        config.values["eos_token_id"] = _tokenizer_eos_ids(path)
+    elif "eos_token_id" in (generation := _json_if_there(path / "generation_config.json")):
         config.values["eos_token_id"] = _merge_ids(config.values.get("eos_token_id"), generation["eos_token_id"])
-    return ModelDir(path, config, find_family(config), load_format == "dummy")
+    return ModelDir(path, config, family, load_format == "dummy")
 
 
-def _generation_config(path: Path) -> dict[str, object]:
-    file = path / "generation_config.json"
+def _json_if_there(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
+
+
+def _tokenizer_eos_ids(path: Path) -> list[int]:
+    """Ids of the tokenizer's ``eos_token``, by its own files; none where there is no tokenizer."""
+    settings = _json_if_there(path / "tokenizer_config.json")
+    eos = settings.get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    tokens = _json_if_there(path / "tokenizer.json").get("added_tokens") or []
+    return [token["id"] for token in tokens if token.get("content") == text is not None]
 
 
 def _merge_ids(first: object, second: object) -> list[object]:

@@ -10,12 +10,18 @@
 
 #define T float
 #define NAME(x) x##_f32
+#define GET scalar_get_f32
+#define PUT scalar_put_f32
 #include "stack_impl.h"
 #undef T
 #undef NAME
+#undef GET
+#undef PUT
 
 #define T bf16
 #define NAME(x) x##_bf16
+#define GET scalar_get_bf16
+#define PUT scalar_put_bf16
 #include "stack_impl.h"
 
 EXPORT void db_stack_f32(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {

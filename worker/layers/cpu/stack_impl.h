@@ -1,6 +1,6 @@
 /* Body of the block stack for one element type; included once a type (see stack.c). */
 
-/* Adds a branch to the stream and norms the sum for what comes next: `normed` rows, or the result when `last`.
+/* Adds a branch (normed, where it has a norm) to the stream and norms the sum for what comes next: `normed` rows, or the result when `last`.
  * Ends with a barrier. */
 static void NAME(join_branch)(
     const StackArgs *stack, const StackCall *call, const void *stream, const void *norm, const void *next_norm, int last,
@@ -11,7 +11,9 @@ static void NAME(join_branch)(
     for (int64_t row = 0; row < n; row++) {
         const T *from = (const T *)stream + row * d, *branch = (const T *)call->branch + row * d;
         T *to = (T *)call->out + row * d;
-        if (stack->norm_on_sum) {
+        if (!norm) {
+            for (int64_t i = 0; i < d; i++) PUT(to + i, GET(from + i) + GET(branch + i));
+        } else if (stack->norm_on_sum) {
             NAME(norm_row)(to, from, branch, NULL, (const T *)norm, d, stack->eps);
         } else {
             NAME(norm_row)(to, branch, NULL, from, (const T *)norm, d, stack->eps);

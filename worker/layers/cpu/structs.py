@@ -68,8 +68,8 @@ class BlockArgs(ctypes.Structure):
 
     _fields_ = [
         ("norm_in", PTR),
-        ("norm_out", PTR),
         ("norm_mlp_in", PTR),
+        ("norm_out", PTR),
         ("norm_mlp_out", PTR),
         ("q_bias", PTR),
         ("k_bias", PTR),

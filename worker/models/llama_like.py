@@ -1,0 +1,318 @@
+"""What looped families of Llama-like blocks share: a declared plan of sizes and tensor names, and a model of three stacks.
+
+A family says which config fields mean what (``Plan``) and how loops may end (``Loops``); names, shapes, FLOPs, the
+spec and the weights follow. Its model overrides the stages that differ; gates it does not have raise.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from depthbatch.common.gates import Gate
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.layers.blocks import AttentionContext, Block, BlockStack
+from depthbatch.worker.layers.linear import GatedLinear, Linear
+from depthbatch.worker.layers.rotary import Rope, RotaryTable
+from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.family import BuildInputs, Shapes, SpecOptions, TensorTable, checked_r_max
+from depthbatch.worker.models.interface import LoopedModel, ModelSpec, WorkItem
+
+KNOWN_DEPTHS = (Gate.NONE, Gate.FIXED, Gate.REPLAY)  # gates that need nothing of the model
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """A block's tensors by their names behind the layer's prefix; empty: it has none.
+
+    Several names are parts of one matrix, in order: (q, k, v) or one, (gate, up) or one.
+    """
+
+    qkv: tuple[str, ...]
+    out: str
+    gate_up: tuple[str, ...]
+    down: str
+    norm_in: str = ""
+    norm_out: str = ""
+    norm_mlp_in: str = ""
+    norm_mlp_out: str = ""
+    qk_bias: str = ""  # [2, 1, H, Dh]
+    q_norm: str = ""
+    k_norm: str = ""
+
+
+LLAMA_BLOCK = BlockNames(
+    qkv=tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    out="self_attn.o_proj.weight",
+    gate_up=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    down="mlp.down_proj.weight",
+    norm_in="input_layernorm.weight",
+    norm_mlp_in="post_attention_layernorm.weight",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers of one stage: ``layers`` blocks behind ``prefix``, in which {} is the layer's number."""
+
+    prefix: str = ""
+    layers: int = 0
+    first: int = 0  # number of the first
+
+    def prefixes(self) -> list[str]:
+        return [self.prefix.format(self.first + index) for index in range(self.layers)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes, and where a checkpoint keeps what."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    eps: float
+    rope: Rope
+    max_positions: int
+    tied: bool
+    core: Stage
+    block: BlockNames
+    embedding: str
+    final_norm: str
+    prelude: Stage = Stage()
+    coda: Stage = Stage()
+    rows: int = 0  # of the embedding and the head, when more than the vocabulary
+    norm_on_sum: bool = False
+    head: str = "lm_head.weight"
+    core_extra: Shapes = field(default_factory=dict)  # other tensors that every loop uses
+    gates: Shapes = field(default_factory=dict)
+    ignored_suffixes: tuple[str, ...] = ("inv_freq",)
+
+    def block_shapes(self, names: BlockNames) -> Shapes:
+        """Shapes of the tensors that ``names`` has."""
+        d, i, q, kv = self.hidden, self.inner, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
+        gate_up = (i, i) if len(names.gate_up) == 2 else (2 * i,)
+        shapes: Shapes = {name: (rows, d) for name, rows in zip(names.qkv, qkv, strict=True)}
+        shapes |= {name: (rows, d) for name, rows in zip(names.gate_up, gate_up, strict=True)}
+        shapes |= {names.out: (d, q), names.down: (d, i), names.q_norm: (q,), names.k_norm: (kv,)}
+        shapes |= dict.fromkeys((names.norm_in, names.norm_out, names.norm_mlp_in, names.norm_mlp_out), (d,))
+        shapes |= {names.qk_bias: (2, 1, self.heads, self.head_dim)}
+        return {name: shape for name, shape in shapes.items() if name}
+
+    def stage_shapes(self, stage: Stage, names: BlockNames) -> Shapes:
+        """Shapes of all layers of a stage."""
+        of_block = self.block_shapes(names)
+        return {prefix + name: shape for prefix in stage.prefixes() for name, shape in of_block.items()}
+
+    def tensors(self) -> TensorTable:
+        """The whole checkpoint; a tied head may be stored as a second copy."""
+        rows = max(self.rows, self.vocab)
+        core = self.stage_shapes(self.core, self.block) | self.core_extra
+        shapes: Shapes = {self.embedding: (rows, self.hidden), self.final_norm: (self.hidden,)} | self.gates
+        for of_stage in (self.stage_shapes(self.prelude, self.block), core, self.stage_shapes(self.coda, self.block)):
+            shapes |= of_stage
+        head: Shapes = {self.head: (rows, self.hidden)}
+        return TensorTable(
+            required=shapes if self.tied else shapes | head,
+            optional=head if self.tied else {},
+            ignored_suffixes=self.ignored_suffixes,
+            core=frozenset(core),
+            looked_up=frozenset(self.gates) | (frozenset() if self.tied else {self.embedding}),
+        )
+
+    def stack(self, inputs: BuildInputs, stage: Stage, first_layer: int, ending: torch.Tensor | None) -> BlockStack:
+        """A stage's blocks on cache layers first_layer and up."""
+        blocks = tuple(_block(inputs, prefix, self.block) for prefix in stage.prefixes())
+        return BlockStack(blocks, first_layer, self.norm_on_sum, self.eps, ending)
+
+
+@dataclass(frozen=True)
+class Loops:
+    """How often the core may run, and what may end a token's loops."""
+
+    default: int
+    limit: int
+    minimum: int
+    layouts: tuple[KVLayout, ...]
+    default_layout: KVLayout
+    gates: tuple[Gate, ...] = KNOWN_DEPTHS
+    default_gate: Gate = Gate.NONE
+    threshold: float = 1.0
+    work_item: tuple[str, ...] = ("h",)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of three stacks."""
+
+    embedding: torch.Tensor  # [V, D]
+    prelude: BlockStack
+    core: BlockStack
+    coda: BlockStack
+    head: Linear  # D -> V
+    final_norm: torch.Tensor  # [D]
+
+
+class StackedModel:
+    """LoopedModel with the work item (h,): embedding and prelude blocks, core blocks, coda blocks, head."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, rotary: RotaryTable) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._rotary = rotary
+
+    def prelude(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, state_seeds: torch.Tensor, attend: AttentionContext
+    ) -> WorkItem:
+        """h [N, D] from the embedding and the prelude blocks."""
+        x = F.embedding(token_ids, self.weights.embedding)
+        return (self.weights.prelude(x, self._rotary.at(positions), attend),)
+
+    def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
+        """One loop of the core blocks."""
+        return (self.weights.core(item[0], self._rotary.at(positions), attend),)
+
+    def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
+        """The coda blocks, and the final norm where the plan puts it there."""
+        return self.weights.coda(item[0], self._rotary.at(positions), attend)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, D] -> fp32 [N, V]."""
+        return self.weights.head(hidden).float()
+
+    def gate_logit(self, item: WorkItem) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} has no trained gate")
+
+    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} has no lookahead gate")
+
+    def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} has no pre-loop gate")
+
+    def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} does not decide exits by convergence")
+
+
+class LlamaLikeFamily(ABC):
+    """A ModelFamily from a plan. Subclasses say ``claims``, ``plan`` and ``loops``."""
+
+    name: str
+    eos_of_tokenizer = False
+    norm_each_loop = False  # the final norm ends every loop instead of the coda
+
+    @abstractmethod
+    def claims(self, config: ConfigReader) -> bool:
+        """See ModelFamily."""
+
+    @abstractmethod
+    def plan(self, config: ConfigReader) -> Plan:
+        """Sizes and names; refuses what would change the forward pass and is not built."""
+
+    @abstractmethod
+    def loops(self, config: ConfigReader, options: SpecOptions) -> Loops:
+        """Loop counts, layouts and gates."""
+
+    def stop_ids(self, config: ConfigReader, vocab: int) -> set[int]:
+        """Token ids that end a text."""
+        return set(config.eos_token_ids(vocab))
+
+    def spec(self, config: ConfigReader, options: SpecOptions) -> ModelSpec:
+        plan, loops = self.plan(config), self.loops(config, options)
+        r_max = checked_r_max(options.r_max, loops.default, loops.limit)
+        return ModelSpec(
+            architecture=self.name,
+            vocab_size=plan.vocab,
+            hidden_size=plan.hidden,
+            num_heads=plan.heads,
+            num_kv_heads=plan.kv_heads,
+            head_dim=plan.head_dim,
+            prelude_layers=plan.prelude.layers,
+            core_layers=plan.core.layers,
+            coda_layers=plan.coda.layers,
+            work_item=loops.work_item,
+            r_max=r_max,
+            r_limit=loops.limit,
+            r_min=min(loops.minimum, r_max),
+            layouts=loops.layouts,
+            default_layout=loops.default_layout,
+            gates=loops.gates,
+            default_gate=loops.default_gate,
+            default_threshold=loops.threshold,
+            max_positions=plan.max_positions,
+            eos_token_ids=tuple(sorted(self.stop_ids(config, plan.vocab))),
+            dtype=options.dtype,
+        )
+
+    def tensors(self, config: ConfigReader) -> TensorTable:
+        return self.plan(config).tensors()
+
+    def side_tensors(self, config: ConfigReader) -> dict[str, TensorTable]:
+        return {}
+
+    def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> LoopedModel:
+        plan = self.plan(config)
+        return StackedModel(spec, self.weights(config, plan, inputs), rotary_of(plan, inputs))
+
+    def weights(self, config: ConfigReader, plan: Plan, inputs: BuildInputs) -> Weights:
+        """The stacks, embedding and head of a plan. Raises ModelError when a tied head is another matrix."""
+        embedding, norm = inputs.take(plan.embedding), inputs.take(plan.final_norm)
+        head = embedding
+        if not plan.tied or plan.head in inputs.optional_present:
+            head = inputs.take(plan.head)
+            if plan.tied and not torch.equal(head, embedding):
+                raise config.fail(f"the head is tied, but {plan.head} differs from {plan.embedding}")
+        first_core = plan.prelude.layers
+        return Weights(
+            embedding=embedding,
+            prelude=plan.stack(inputs, plan.prelude, 0, None),
+            core=plan.stack(inputs, plan.core, first_core, norm if self.norm_each_loop else None),
+            coda=plan.stack(inputs, plan.coda, first_core + plan.core.layers, None if self.norm_each_loop else norm),
+            head=Linear(head.narrow(0, 0, plan.vocab)),
+            final_norm=norm,
+        )
+
+
+def rotary_of(plan: Plan, inputs: BuildInputs) -> RotaryTable:
+    """The angles of all positions of a plan."""
+    return RotaryTable(plan.max_positions, plan.head_dim, plan.rope, inputs.device)
+
+
+def _block(inputs: BuildInputs, prefix: str, names: BlockNames) -> Block:
+    def take(name: str) -> torch.Tensor | None:
+        return inputs.take(prefix + name) if name else None
+
+    def matrix(*parts: str) -> torch.Tensor:
+        taken = [inputs.take(prefix + part) for part in parts]
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    bias = take(names.qk_bias)
+    return Block(
+        qkv=Linear(matrix(*names.qkv)),
+        out=Linear(matrix(names.out)),
+        gate_up=GatedLinear(matrix(*names.gate_up)),
+        down=Linear(matrix(names.down)),
+        norm_in=take(names.norm_in),
+        norm_out=take(names.norm_out),
+        norm_mlp_in=take(names.norm_mlp_in),
+        norm_mlp_out=take(names.norm_mlp_out),
+        qk_bias=None if bias is None else bias.flatten(),
+        q_norm=take(names.q_norm),
+        k_norm=take(names.k_norm),
+    )
+
+
+def head_sizes(config: ConfigReader, hidden: int, heads: str, kv_heads: str) -> tuple[int, int, int]:
+    """Heads, KV heads, head_dim by the names of their fields; a missing head_dim is hidden / heads."""
+    h, k = config.integer(heads), config.integer(kv_heads)
+    if h % k:
+        raise config.fail(f"{heads} {h} is not a multiple of {kv_heads} {k}")
+    if not config.has("head_dim") and hidden % h:
+        raise config.fail(f"hidden_size {hidden} is not a multiple of {heads} {h}")
+    head_dim = config.integer("head_dim") if config.has("head_dim") else hidden // h
+    if head_dim % 2:
+        raise config.fail(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    return h, k, head_dim
