@@ -319,14 +319,17 @@ class _Processes(_Runner):
     def run(self, setting: Row) -> Row:
         from depthbatch.benchmarks.throughput import measure
 
-        for name in ("rate", "boundary_layers", "draft_acceptance"):
+        for name in ("rate", "boundary_layers"):
             if setting[name] is not None:
                 raise ConfigError(f"sweep: {name} needs runner 'simulate'")
+        drafts: dict[str, Any] = {} if setting["speculation"] == "off" else {"kv_layout": "last_exited"}
+        if drafts and setting["draft_acceptance"] is not None:
+            drafts["draft_acceptance"] = setting["draft_acceptance"]
         profile = self.profile(setting)
         config = EngineConfig(
             device=f"simulated:{setting['profile']}",
             max_num_seqs=setting["w"],
-            kv_layout=None if setting["speculation"] == "off" else "last_exited",
+            **drafts,
             **self.options(setting),
         )
         record = measure(config, self.workload(setting, profile), profile.flops)

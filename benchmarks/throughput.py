@@ -83,7 +83,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         k = args.k if choice.k is None else choice.k
         options = scheduling_options(args, k if choice.policy == "refill" else None)
         if choice.policy == BASELINE:
-            options |= {"speculation": "off", "draft_depth": None}
+            options |= {"speculation": "off", "draft_depth": None, "draft_acceptance": None}
         config = msgspec.structs.replace(base, policy=choice.policy, **options)
         if workload is None:
             limits = _limits(config)

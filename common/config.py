@@ -217,6 +217,10 @@ class EngineConfig(Options, frozen=True):
         Natural | None,
         option("loops after which a token is read for the draft of the next (default max(1, r_max // 8))"),
     ] = None
+    draft_acceptance: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1.0)] | None,
+        option("of a simulated device: share of the drafts that are right (default: all)"),
+    ] = None
     threads: Annotated[Natural | None, option("threads of the CPU worker (default: the cores it may use)")] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")
@@ -244,6 +248,8 @@ class EngineConfig(Options, frozen=True):
             )
         if self.draft_depth is not None and not self.draft_lanes:
             raise ConfigError(f"draft_depth {self.draft_depth} needs speculation")
+        if self.draft_acceptance is not None and not (self.draft_lanes and self.device.startswith("simulated:")):
+            raise ConfigError(f"draft_acceptance {self.draft_acceptance:g} needs speculation on a simulated device")
         if self.objective != "throughput" and self.policy != "auto":
             raise ConfigError(f"objective {self.objective} needs policy auto, not {self.policy}")
         for name in ("ttft_target_ms", "itl_target_ms"):

@@ -1,8 +1,8 @@
 """A device without a model: takes a profile's time for every stage, on its own clock, and obeys the same protocol.
 
 A stage starts when it arrives or when the one before it ends, whichever is later, so stages that are queued ahead run
-back to back without drift, as on a GPU's stream. Tokens are a function of (seed, position); gates never fire. Imports
-no torch.
+back to back without drift, as on a GPU's stream. Tokens are a function of (seed, position), as is whether drafts of one are right; gates
+never fire. Imports no torch.
 """
 
 import ctypes
@@ -16,6 +16,8 @@ import numpy.typing as npt
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import (
+    ROW_AUX,
+    ROW_FIELDS,
     Int32Array,
     SlotParamRows,
     Stage,
@@ -87,7 +89,10 @@ class SimulatedRunner:
 
     completions: int | None = None
 
-    def __init__(self, profile: DeviceProfile, info: EngineInfo, max_num_seqs: int) -> None:
+    def __init__(
+        self, profile: DeviceProfile, info: EngineInfo, max_num_seqs: int, draft_acceptance: float = 1.0
+    ) -> None:
+        """``draft_acceptance``: share of the tokens whose drafts are right, 0 to 1."""
         self.limits = StageLimits(
             num_slots=max_num_seqs,
             num_blocks=info.num_blocks,
@@ -100,6 +105,7 @@ class SimulatedRunner:
         )
         self.lateness_s: deque[float] = deque(maxlen=10_000)  # how long after its end each stage was read
         self._profile = profile
+        self._draft_acceptance = draft_acceptance
         self._end_s = 0.0  # of the last stage launched
         self._seeds = np.zeros(max_num_seqs + 1, np.uint64)
 
@@ -140,13 +146,20 @@ class SimulatedRunner:
         if not stage.given.size:
             return NO_OUTPUT
         ends = stage.positions if stage.chunks is None else stage.positions[stage.chunks.sampled]
-        return StageOutput(self._tokens(stage.given, ends + 1))
+        bits = self._bits(stage.given, ends + 1)
+        tokens: Int32Array = (bits % np.uint64(self.limits.vocab_size)).astype(np.int32)
+        if stage.stage is Stage.CODA and self._draft_acceptance < 1.0:
+            drafts = stage.frame.reshape(ROW_FIELDS, -1)[ROW_AUX, : stage.rows] < 0
+            share = (mix64(bits, UNSIGNED) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+            wrong = drafts & (share >= self._draft_acceptance)
+            tokens[wrong] = (tokens[wrong] + 1) % self.limits.vocab_size
+        return StageOutput(tokens)
 
-    def _tokens(self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Int32Array:
-        """Tokens of (seed, position): mixed bits, modulo the vocabulary."""
+    def _bits(self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+        """Mixed bits of (seed, position): their token is these modulo the vocabulary."""
         x = self._seeds[slots] + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(UNSIGNED.golden)
-        tokens: Int32Array = (mix64(x, UNSIGNED) % np.uint64(self.limits.vocab_size)).astype(np.int32)
-        return tokens
+        bits: npt.NDArray[np.uint64] = mix64(x, UNSIGNED)
+        return bits
 
 
 def sharpen_timers() -> None:

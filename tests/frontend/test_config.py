@@ -18,12 +18,13 @@ from depthbatch.common.errors import ConfigError
 
 # a value for every field that is valid and not the default
 OTHER: dict[str, Any] = {
-    "model": "elsewhere", "load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "policy": "refill",
+    "model": "elsewhere", "load_format": "dummy", "device": "simulated:x.json", "dtype": "bfloat16", "policy": "refill",
     "max_num_seqs": 7, "max_num_batched_tokens": 99, "min_free_slots": 3, "min_coda_batch": 2, "kv_headroom": 0.25,
     "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
     "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
     "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
+    "speculation": "2", "draft_depth": 3, "draft_acceptance": 0.5,
 }  # fmt: skip
 TARGETS = ("objective", "ttft_target_ms", "itl_target_ms")
 # what else must be set for a value to be accepted
@@ -31,6 +32,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "min_coda_batch": {"policy": "refill"},
     "ttft_target_ms": {"objective": "latency"},
     "itl_target_ms": {"objective": "latency"},
+    "draft_depth": {"speculation": 1},
+    "draft_acceptance": {"speculation": "auto", "device": "simulated:x.json"},
 }
 ALL_OF_REFILL = {name: value for name, value in OTHER.items() if name not in TARGETS}
 ALL_OF_AUTO = {name: value for name, value in OTHER.items() if name not in ("policy", "min_coda_batch")}
@@ -108,6 +111,16 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
         ({"policy": "refill", "objective": "goodput"}, ("objective goodput", "policy auto", "refill")),
         ({"policy": "auto", "ttft_target_ms": 500.0}, ("ttft_target_ms", "objective latency or goodput")),
         ({"policy": "auto", "objective": "latency", "itl_target_ms": 0.0}, ("itl_target_ms", "0.0")),
+        ({"speculation": "on"}, ("speculation", "'on'")),
+        ({"speculation": 0}, ("speculation", "0")),
+        ({"speculation": 9}, ("speculation", "9")),
+        ({"speculation": 2, "policy": "cb"}, ("speculation 2", "policy refill or auto", "cb")),
+        ({"speculation": 2, "policy": "no-refill"}, ("speculation 2", "policy refill or auto", "no-refill")),
+        ({"draft_depth": 1}, ("draft_depth 1", "needs speculation")),
+        ({"speculation": 2, "draft_depth": 0}, ("draft_depth", "0")),
+        ({"speculation": 2, "draft_acceptance": 0.5, "device": "cpu"}, ("draft_acceptance 0.5", "simulated")),
+        ({"draft_acceptance": 0.5, "device": "simulated:x.json"}, ("draft_acceptance 0.5", "speculation")),
+        ({"speculation": 2, "draft_acceptance": 1.5, "device": "simulated:x.json"}, ("draft_acceptance", "1.5")),
     ],
 )
 def test_bad_values(values: dict[str, Any], names: tuple[str, ...]) -> None:
