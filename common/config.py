@@ -215,7 +215,9 @@ class EngineConfig(Options, frozen=True):
     ] = "off"
     draft_depth: Annotated[
         Natural | None,
-        option("loops after which a token is read for the draft of the next (default max(1, r_max // 8))"),
+        option(
+            "loops after which a token is read for the draft of the next (default max(1, r_max // 8); auto finds the best)"
+        ),
     ] = None
     draft_acceptance: Annotated[
         Annotated[float, Meta(ge=0.0, le=1.0)] | None,

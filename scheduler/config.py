@@ -52,7 +52,8 @@ class SchedulerConfig:
     gates: tuple[Gate, ...] = tuple(Gate)
     kv_layout: KVLayout = KVLayout.SINGLE
     draft_lanes: int = 0  # N: successors of a token that may be on their way with it; 0 = no speculation
-    draft_depth: int = 1  # loops after which a token is read for the draft of its successor
+    draft_depth: int | None = 1  # loops after which a token is read for the draft of its successor; None = learned
+    learned_drafts: bool = False  # the policy says how many of the N draft lanes run, and at which depth
     coda_layers: int = 0  # layers whose K/V a final readout writes
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class SchedulerConfig:
                 f"prefix-caching needs a KV layout with a plane a loop: under {layout} a prompt sees a cached prefix "
                 "otherwise than its own tokens"
             )
+        learned_drafts = info.draft_lanes > 0 and options.speculation == "auto"
         coda_batch = 1 if info.boundary_layers == 0 else max(1, width // 4)
         return cls(
             policy=options.policy,
@@ -105,14 +107,17 @@ class SchedulerConfig:
             gates=tuple(info.gates),
             kv_layout=layout,
             draft_lanes=info.draft_lanes,
-            draft_depth=options.draft_depth or max(1, info.r_max // 8),
+            draft_depth=options.draft_depth or (None if learned_drafts else max(1, info.r_max // 8)),
+            learned_drafts=learned_drafts,
             coda_layers=info.coda_layers,
         )
 
     @property
     def drafts(self) -> DraftLimit | None:
-        """The fixed limit of drafts; None without speculation."""
-        return DraftLimit(self.draft_lanes, self.draft_depth) if self.draft_lanes else None
+        """The fixed limit of drafts; None without speculation, or where it is learned."""
+        if not self.draft_lanes or self.learned_drafts or self.draft_depth is None:
+            return None
+        return DraftLimit(self.draft_lanes, self.draft_depth)
 
     @property
     def usable_blocks(self) -> int:

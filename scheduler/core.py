@@ -293,4 +293,5 @@ def _retired(step: InFlightStep, result: StageResult) -> RetiredStage:
         step.header.after_no_work,
         result.start_s,
         result.end_s,
+        awaited=step.stage is Stage.CODA and step.blocks_next,
     )

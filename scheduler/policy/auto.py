@@ -34,8 +34,8 @@ Coda is timed alike under all three: with a given number of rows mean ITL = rows
 
 Prefill is tried between coda and prelude, so that new rows and returning rows share one prelude.
 
-With drafts (``--speculation N``) a boundary stage runs as soon as a row may be read for a draft, and takes the rows that
-wait for coda along.
+With drafts (``--speculation``) codas are due when these ask for one, and take all rows that wait along (drafts.py); theta
+decides while learned drafts are off.
 
 No constant here belongs to a model or device. Approximation: see ``coda_timing``; the steps that fill slots and those
 that empty queues at the end of a workload are treated like steady state. Decisions use lookahead only: recorded depths
@@ -45,11 +45,11 @@ beyond the next core step are not looked at, although a replayed request would g
 import numpy as np
 
 from depthbatch.common.frames import Stage
-from depthbatch.scheduler.config import SchedulerConfig, bucket_table
+from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.policy.coda_timing import Tournament, defer, first_guess
-from depthbatch.scheduler.policy.cost_model import StageCosts
-from depthbatch.scheduler.policy.exit_forecast import ExitForecast
+from depthbatch.scheduler.policy.drafts import Drafts, FixedDrafts, LearnedDrafts
 from depthbatch.scheduler.policy.fixed import CODA, CORE, PREFILL, PRELUDE
+from depthbatch.scheduler.policy.observed import Observed
 from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, LatencyTargets, Pacing, PrefillCost
 from depthbatch.scheduler.policy.view import Decision, QueueView, RetiredStage
 
@@ -70,28 +70,33 @@ class AutoPolicy:
 
     def __init__(self, config: SchedulerConfig) -> None:
         width = config.max_num_seqs
-        self._bucket_of = bucket_table(config.buckets, config.buckets[-1])
-        self._drafts = config.drafts
+        self._observed = observed = Observed(config)
+        self.learned_drafts = LearnedDrafts(config, observed) if config.learned_drafts else None
+        self._drafts: Drafts | None = self.learned_drafts
+        if config.drafts is not None:
+            self._drafts = FixedDrafts(config.drafts)
         self._max_batched_tokens = config.max_num_batched_tokens
-        self.costs = StageCosts()
-        self.forecast = ExitForecast(width, config.r_max)
-        self.tournament = Tournament(width, self.forecast, self._bucket_of)
+        self.costs, self.forecast = observed.costs, observed.forecast
+        self.tournament = Tournament(width, self.forecast, observed.bucket_of)
         self._flow = _Flow(width)
         self.theta = 0.0  # row-places, the price of serving one token
         self.min_free_slots = config.min_free_slots  # S in force
         self._core_steps = 0
-        self._core_s = 0.0  # of the latest core step
         self._credit_s = 0.0  # time that rounds of the tournament may take
-        self._last_end_s: float | None = None  # of the latest stage, on the worker's clock
         self._pacing: Pacing | None = None  # of prefill, under targets
         if config.objective != "throughput":
             targets = LatencyTargets(config.ttft_target_s, config.itl_target_s)
             self._pacing = Pacing(config.objective, targets, width, config.max_num_batched_tokens)
         self._decode = DecodeForecast(self.forecast.remaining(), 0.0)
-        self._context = 0.0  # tokens a row, in the latest core step
 
     def choose(self, view: QueueView, now: float) -> Decision | None:
         """The next decision; None when nothing can run."""
+        decision = self._decide(view, now)
+        if self.learned_drafts is not None and decision is not None:
+            self.learned_drafts.note(decision, view)
+        return decision
+
+    def _decide(self, view: QueueView, now: float) -> Decision | None:
         prefill = self._prefill(view, now)
         if prefill is not None and prefill.stage is None:
             return prefill
@@ -99,8 +104,11 @@ class AutoPolicy:
             return prefill or PRELUDE
         may_wait = prefill is not None and self._pacing is None
         waiting = view.q_c + (max(1, min(view.q_p, view.free_slots)) if may_wait else 0)
-        if self._drafts is not None and (view.q_c or view.asks_for_coda(self._drafts)):
-            return prefill or CODA._replace(drafts=self._drafts)
+        if self._drafts is not None:
+            if (coda := self._drafts.coda(view)) is not None:
+                return coda if may_wait else prefill or coda
+            if self._drafts.on:
+                waiting, may_wait = 0, False
         if waiting and not (view.q_r and self._defers(view, waiting)):
             return CODA if view.q_c else prefill
         if prefill is not None and not may_wait:
@@ -112,21 +120,11 @@ class AutoPolicy:
         return CORE
 
     def observe(self, retired: RetiredStage) -> None:
-        """A stage has retired. A stage costs what the worker waited for it, too, while there was work: that is how the
-        price of a message per stage gets into the decision where stages are not queued ahead."""
-        start_s, end_s = retired.start_s, retired.end_s
-        waited_since_s = start_s if retired.after_no_work or self._last_end_s is None else self._last_end_s
-        self._last_end_s = end_s
-        rows = retired.rows
-        self.costs.add(retired.stage, rows, self._bucket_of[rows], retired.tokens, end_s - waited_since_s)
+        """A stage has retired."""
+        cost_s = self._observed.add(retired)
         self._flow.add(retired)
         if self._pacing is not None:
-            self._pacing.observe(retired, end_s - waited_since_s)
-        if retired.stage is Stage.CORE:
-            self._core_s = end_s - start_s
-            self._context = retired.tokens / max(rows, 1)
-        elif retired.stage is Stage.CODA:
-            self.forecast.add(retired.slots, retired.depths)
+            self._pacing.observe(retired, cost_s)
 
     def _defers(self, view: QueueView, waiting: int) -> bool:
         if self.theta <= 0.0:
@@ -155,7 +153,7 @@ class AutoPolicy:
     def _think(self, view: QueueView) -> None:
         """What is done beside a core step: a round of the tournament, and now and then a refit."""
         share = _STEADY_SHARE if self.tournament.settled else _LEARNING_SHARE
-        self._credit_s = min(self._credit_s + share * self._core_s, _MOST_ROUNDS * _ROUND_S)
+        self._credit_s = min(self._credit_s + share * self._observed.core_s, _MOST_ROUNDS * _ROUND_S)
         while self._credit_s >= _ROUND_S:
             self._credit_s -= _ROUND_S
             self.tournament.play(view.informed)
@@ -163,11 +161,10 @@ class AutoPolicy:
             self._refresh()
 
     def _refresh(self) -> None:
-        self.costs.refit()
-        self.forecast.refresh()
+        self._observed.refit()
         self.tournament.refresh()
         if self._pacing is not None:
-            row_s = self.costs.row_seconds(self._context, self.forecast.mean_depth)
+            row_s = self.costs.row_seconds(self._observed.context, self.forecast.mean_depth)
             self._decode = DecodeForecast(self.forecast.remaining(), row_s)
         costs = self.costs.decode
         if costs is None:

@@ -126,6 +126,14 @@ class DecodeCosts(NamedTuple):
     boundary_padded: float
 
 
+class RowCosts(NamedTuple):
+    """Seconds that a row adds to a stage."""
+
+    core: float
+    coda: float
+    prelude: float
+
+
 class StageCosts:
     """Fits of all stages. Work: core = (rows, context tokens, padded rows), coda and prelude = (rows, padded rows),
     prefill = (tokens,)."""
@@ -162,10 +170,15 @@ class StageCosts:
         if core is not None and coda is not None and prelude is not None:
             self.decode = DecodeCosts(core[0], core[-1], coda[0] + prelude[0], coda[-1] + prelude[-1])
 
+    def row_costs(self, context: float) -> RowCosts | None:
+        """What one more row with ``context`` tokens costs; None before it is known."""
+        core, coda, prelude = (self._fits[stage].coefficients for stage in (Stage.CORE, Stage.CODA, Stage.PRELUDE))
+        if core is None or coda is None or prelude is None:
+            return None
+        return RowCosts(core[1] + core[2] * context + core[3], coda[1] + coda[2], prelude[1] + prelude[2])
+
     def row_seconds(self, context: float, depth: float) -> float:
         """What one more row with ``context`` tokens adds to a core step and, at that mean depth, to its share of the
         boundary stages; 0 before it is known."""
-        core, coda, prelude = (self._fits[stage].coefficients for stage in (Stage.CORE, Stage.CODA, Stage.PRELUDE))
-        if core is None or coda is None or prelude is None:
-            return 0.0
-        return core[1] + core[2] * context + core[3] + (coda[1] + coda[2] + prelude[1] + prelude[2]) / max(depth, 1.0)
+        row = self.row_costs(context)
+        return 0.0 if row is None else row.core + (row.coda + row.prelude) / max(depth, 1.0)

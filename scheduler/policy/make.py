@@ -2,7 +2,9 @@
 
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.policy.auto import AutoPolicy
-from depthbatch.scheduler.policy.fixed import ContinuousBatching, NoRefill, Refill
+from depthbatch.scheduler.policy.drafts import FixedDrafts, LearnedDrafts
+from depthbatch.scheduler.policy.fixed import ContinuousBatching, LearnedDraftsRefill, NoRefill, Refill
+from depthbatch.scheduler.policy.observed import Observed
 from depthbatch.scheduler.policy.view import Policy
 
 
@@ -14,7 +16,10 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case "no-refill":
             return NoRefill()
         case "refill":
-            return Refill(config.min_coda_batch, config.drafts)
+            if config.learned_drafts:
+                observed = Observed(config)
+                return LearnedDraftsRefill(config.min_coda_batch, LearnedDrafts(config, observed), observed)
+            return Refill(config.min_coda_batch, None if config.drafts is None else FixedDrafts(config.drafts))
         case "auto":
             return AutoPolicy(config)
     raise ValueError(f"unknown policy {config.policy}")

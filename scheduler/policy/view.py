@@ -4,6 +4,7 @@ its decision."""
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from depthbatch.common.frames import Stage
 from depthbatch.scheduler.admission import Admission
@@ -34,6 +35,7 @@ class RetiredStage(NamedTuple):
     after_no_work: bool  # the worker stood still before it because nothing was runnable
     start_s: float
     end_s: float
+    awaited: bool = False  # a coda whose result had to come before the next choice
 
 
 class QueueView:
@@ -79,10 +81,39 @@ class QueueView:
         """CanPrefill of scheduling.md; with another S than the configured one, if given."""
         return self._admission.can_prefill(min_free_slots)
 
+    @property
+    def stalled(self) -> int:
+        """Rows that wait for a coda to fill the planes of the one ahead."""
+        chains = self._admission.chains
+        return 0 if chains is None else chains.stalled()
+
+    @property
+    def active(self) -> int:
+        """Sequences that have a slot."""
+        return self._rows.sequences
+
+    def draft_outcomes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Drafts that were right and that were wrong so far, each [r_max + 1] by draft depth. Raises without speculation."""
+        chains = self._admission.chains
+        if chains is None:
+            raise ValueError("no drafts without speculation")
+        return chains.right, chains.wrong
+
+    @property
+    def exited_heads(self) -> int:
+        """Rows of Q_C whose token is certain, with or without speculation."""
+        chains = self._admission.chains
+        if chains is None or not self.q_c:
+            return self.q_c
+        return int(np.count_nonzero(~chains.guess[self._rows.in_phase(EXITED)]))
+
+    def drafts(self, limit: DraftLimit) -> int:
+        """Rows that a coda would read for a draft under this limit."""
+        return int(self._admission.tails(limit).size)
+
     def asks_for_coda(self, limit: DraftLimit) -> int:
         """Rows that a coda would read for a draft under this limit, and rows that wait for one to fill planes."""
-        chains = self._admission.chains
-        return int(self._admission.tails(limit).size) + (0 if chains is None else chains.stalled())
+        return self.drafts(limit) + self.stalled
 
     def ready_rows(self) -> ReadyRows:
         """Loops of the rows of Q_R, and which of them certainly exit at their next one."""

@@ -1,5 +1,6 @@
 """A device without weights whose drafts are right as often as a test says, and the scheduler core on it in virtual time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,11 +25,11 @@ PROMPT, OUTPUT = 512, 200  # tokens of a request
 class DraftRun:
     """Virtual seconds of decode stages, and what they have done."""
 
+    scheduler: Scheduler
     decode_s: float = 0.0
     tokens: int = 0
     right: int = 0
     wrong: int = 0
-    scheduler: Scheduler | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -41,15 +42,21 @@ def decode(
     exits: dict[int, float],
     accept: npt.NDArray[np.float64],
     output: int = OUTPUT,
+    most_rows: int | None = None,
+    watch: Callable[[DraftRun], None] | None = None,
     **settings: object,
 ) -> DraftRun:
     """``sequences`` requests, all from the start, to their end. ``exits``: weights of depths; ``accept`` [r_max + 1]: share
-    of the drafts read after so many loops that are right; ``settings``: of SchedulerConfig."""
+    of the drafts read after so many loops that are right; ``most_rows``: of a stage; ``watch`` is shown the run after
+    every stage; ``settings``: of SchedulerConfig."""
     workload = Workload(tuple(WorkloadRequest(PROMPT, output) for _ in range(sequences)))
-    scheduler = Scheduler(_config(profile, workload, settings))
+    config = _config(profile, workload, settings)
+    if most_rows is not None:
+        config = replace(config, buckets=tuple(range(1, 1 + most_rows)))
+    scheduler = Scheduler(config)
     for index, request in enumerate(with_exits(workload, exits, 0).requests):
         assert scheduler.submit(request.submit(index, profile.r_max)) is None
-    run, now = DraftRun(scheduler=scheduler), 0.0
+    run, now = DraftRun(scheduler), 0.0
     while (stage := scheduler.next_stage(now)) is not None:
         header, kind = stage.header, Stage(stage.header.stage)
         context = int(stage.frame[ROW_POSITION].sum()) + header.rows if kind is Stage.CORE else 0
@@ -60,6 +67,8 @@ def decode(
             run.right += event.accepted_drafts
             run.wrong += event.rejected_drafts
         now += seconds
+        if watch is not None:
+            watch(run)
     assert run.tokens == sequences * output
     return run
 
