@@ -14,12 +14,13 @@ from depthbatch.common.messages import RequestParams
 from depthbatch.worker.layers import ops
 from depthbatch.worker.layers.cpu.library import MODE_VARIABLE, cpu_kernels
 from fakes.lockstep import LockstepEngine
-from reference.oracle import R_MAX, RETROFITTED, compare, prompts_of
+from reference.oracle import NANBEIGE, R_MAX, RETROFITTED, compare, prompts_of
 
 PUBLISHED_LOOPS = 8
 OUTPUTS = 10
 RECURRENT_LAYOUTS = (("depth_indexed", "greedy_depth_indexed"), ("single", "greedy_single"))
 PUBLISHED = [(model, layout, key, PUBLISHED_LOOPS) for model in RETROFITTED for layout, key in RECURRENT_LAYOUTS]
+FULL_DEPTH = [(NANBEIGE, "depth_indexed", "greedy_full_depth", 2)]
 BACKENDS = {"c": None, "portable": None, "torch": "sdpa"}
 
 
@@ -38,7 +39,9 @@ def engine(model: Path, layout: str, backend: str | None = None, **options: obje
     return LockstepEngine(EngineConfig.from_values({"model": str(model), "kv_layout": layout, **values}), backend)
 
 
-@pytest.mark.parametrize(("model", "layout", "key", "loops"), PUBLISHED, ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(
+    ("model", "layout", "key", "loops"), PUBLISHED + FULL_DEPTH, ids=lambda value: getattr(value, "name", None)
+)
 def test_greedy_tokens_are_the_published_ones(model: Path, layout: str, key: str, loops: int, kernels: str) -> None:
     """All four prompts in one batch. The smallest gap on these paths is 0.0028, so a wrong plane or norm shows."""
     values = np.load(model / "expected.npz")
@@ -88,3 +91,17 @@ def test_gates_side_by_side(model: Path, layout: KVLayout, policy: str) -> None:
     ]
     assert sum(a.compared for a in agreements) >= 0.9 * sum(a.total for a in agreements)
     assert len({depth for answer in answers for depth in answer.depths[1:]}) >= 2
+
+
+@pytest.mark.parametrize("policy", ["cb", "no-refill", "refill", "auto"])
+@pytest.mark.parametrize(("model", "layout", "key", "loops"), FULL_DEPTH)
+def test_full_depth_under_every_policy(model: Path, layout: str, key: str, loops: int, policy: str) -> None:
+    """Families without a gate: prompts in chunks of 13 tokens and other batches give the published tokens, too; what a
+    family has no gate for is not offered."""
+    values = np.load(model / "expected.npz")
+    running = engine(model, layout, policy=policy, max_num_batched_tokens=13, max_num_seqs=3)
+    assert set(running.built.info.gates) == {Gate.NONE, Gate.FIXED}
+    request = RequestParams(max_tokens=24, min_loops=1, max_loops=loops)
+    answers = running.run([(values[f"prompt_{i}"].tolist(), request) for i in range(4)])
+    assert [answer.tokens for answer in answers] == [values[f"{key}_{i}"].tolist() for i in range(4)]
+    assert max(len(answer.chunks) for answer in answers) >= 5

@@ -97,7 +97,12 @@ def test_published_key_names() -> None:
     """Key lists equal those stored in the fidelity checkpoints, which use the public names."""
     from safetensors import safe_open
 
-    for path in (OURO_TINY, HUGINN_TINY, *(FIDELITY / f"retro-{base}-tiny" for base in ("llama", "tinyllama", "olmo"))):
+    for path in (
+        OURO_TINY,
+        HUGINN_TINY,
+        *(FIDELITY / f"retro-{base}-tiny" for base in ("llama", "tinyllama", "olmo")),
+        FIDELITY / "nanbeige-tiny",
+    ):
         table = table_of(json.loads((path / "config.json").read_text()))
         wanted = table.required | (table.optional if "olmo" in path.name else {})
         with safe_open(path / "model.safetensors", "pt") as stored:
@@ -174,6 +179,14 @@ def test_retrofitted_models_take_the_tokenizers_stop_tokens(tmp_path: Path) -> N
     spec = read_spec(path, load_format="dummy")
     assert spec.eos_token_ids == (128001,)
     assert (spec.vocab_size, spec.max_positions, spec.num_kv_heads) == (128256, 131072, 8)
+
+
+def test_nanbeige_loop_counts(tmp_path: Path) -> None:
+    """Missing is one; weights of a loop loss decide where there are any; positions and head_dim are the config's own."""
+    for changes, loops in (({}, 2), ({"num_loops": None}, 1), ({"loop_loss_weights": [0.1, 0.2]}, 3)):
+        spec = read_spec(config_only(tmp_path, tiny_config(FIDELITY / "nanbeige-tiny", **changes)), load_format="dummy")
+        assert (spec.r_max, spec.head_dim, spec.max_positions, spec.eos_token_ids) == (loops, 16, 262144, (133,))
+        assert spec.layouts == (KVLayout.DEPTH_INDEXED,)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +331,28 @@ RETRO_ERRORS: dict[str, tuple[Breaker, str]] = {
         r"tensor 'transformer\.coda\.0\.attn\.k_norm\.weight' is missing",
     ),
 }
-ERRORS = {OURO_TINY: OURO_ERRORS, HUGINN_TINY: HUGINN_ERRORS, FIDELITY / "retro-llama-tiny": RETRO_ERRORS}
+NANBEIGE_ERRORS: dict[str, tuple[Breaker, str]] = {
+    name: (edit_config(**{name: value}), f"'{name}' = ")
+    for name, value in {
+        "qk_layernorm": True,
+        "emb_neighbor_num": 2,
+        "insert_ngram_layer_idx": [3],
+        "ngram_insert_all_layers": True,
+        "enable_double_loop_split": True,
+        "loop_middle_layers": [1, 2],
+        "loop_share_kv": True,
+        "enable_hyper_connection": True,
+        "enable_depth_attention": True,
+        "attention_bias": True,
+        "hidden_act": "gelu",
+    }.items()
+} | {"scaling": (edit_config(rope_scaling={"type": "yarn"}), "'rope_scaling' of type 'yarn' is not supported")}
+ERRORS = {
+    OURO_TINY: OURO_ERRORS,
+    HUGINN_TINY: HUGINN_ERRORS,
+    FIDELITY / "retro-llama-tiny": RETRO_ERRORS,
+    FIDELITY / "nanbeige-tiny": NANBEIGE_ERRORS,
+}
 
 
 @pytest.mark.parametrize(("base", "name"), [(base, name) for base, errors in ERRORS.items() for name in errors])

@@ -87,3 +87,13 @@ def test_other_starts_of_the_fork(mode: str, tmp_path: Path) -> None:
     published = Published("retro-olmo-tiny", write_checkpoint(tmp_path, config, tensors))
     key = "logits_" + mode.replace("-", "_")
     published.check_depths(published.prelude(), key, published.values["state_steps"].tolist())
+
+
+@pytest.mark.parametrize(("key", "skips"), [("logits", False), ("logits_skip_norm", True)])
+def test_nanbeige_logits(key: str, skips: bool, tmp_path: Path) -> None:
+    """One to four loops, with the norm after every loop and after the last alone; heads are not width / head_dim."""
+    source = FIDELITY / "nanbeige-tiny"
+    config = tiny_config(source, skip_loop_final_norm=skips)
+    model_dir = write_checkpoint(tmp_path, config, load_file(source / "model.safetensors"))
+    published = Published("nanbeige-tiny", model_dir, r_max=4)
+    published.check_depths(published.prelude(), key, published.values["loops"].tolist())

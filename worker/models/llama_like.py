@@ -86,6 +86,7 @@ class Plan:
     coda: Stage = Stage()
     rows: int = 0  # of the embedding and the head, when more than the vocabulary
     norm_on_sum: bool = False
+    norm_each_loop: bool = False  # the final norm ends every loop instead of the coda
     head: str = "lm_head.weight"
     core_extra: Shapes = field(default_factory=dict)  # other tensors that every loop uses
     gates: Shapes = field(default_factory=dict)
@@ -202,7 +203,6 @@ class LlamaLikeFamily(ABC):
 
     name: str
     eos_of_tokenizer = False
-    norm_each_loop = False  # the final norm ends every loop instead of the coda
 
     @abstractmethod
     def claims(self, config: ConfigReader) -> bool:
@@ -269,8 +269,8 @@ class LlamaLikeFamily(ABC):
         return Weights(
             embedding=embedding,
             prelude=plan.stack(inputs, plan.prelude, 0, None),
-            core=plan.stack(inputs, plan.core, first_core, norm if self.norm_each_loop else None),
-            coda=plan.stack(inputs, plan.coda, first_core + plan.core.layers, None if self.norm_each_loop else norm),
+            core=plan.stack(inputs, plan.core, first_core, norm if plan.norm_each_loop else None),
+            coda=plan.stack(inputs, plan.coda, first_core + plan.core.layers, None if plan.norm_each_loop else norm),
             head=Linear(head.narrow(0, 0, plan.vocab)),
             final_norm=norm,
         )

@@ -99,7 +99,6 @@ class OuroFamily(LlamaLikeFamily):
     """Recognises, sizes and builds Ouro models."""
 
     name = "ouro"
-    norm_each_loop = True
 
     def claims(self, config: ConfigReader) -> bool:
         return config.is_named("ouro", "OuroForCausalLM")
@@ -121,6 +120,7 @@ class OuroFamily(LlamaLikeFamily):
             tied=config.tied_head(("tie_word_embeddings", "tie_embeddings")),
             core=Stage("model.layers.{}.", config.integer("num_hidden_layers")),
             block=BLOCK,
+            norm_each_loop=True,
             embedding="model.embed_tokens.weight",
             final_norm="model.norm.weight",
             gates={f"{GATE}.weight": (1, hidden), f"{GATE}.bias": (1,)},
