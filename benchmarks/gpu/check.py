@@ -35,6 +35,8 @@ SECTIONS = (
     Section("ouro.engines", 150),
     Section("huginn.steps", 120),
     Section("huginn.engines", 150),
+    Section("ouro.speculation", 120),
+    Section("huginn.speculation", 120),
     Section("tests.cpu-side", 90),
 )
 BUDGET_S = 450.0  # of the 8 minutes that a check may take
@@ -144,13 +146,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def run_section(name: str, dry_run: bool, work: Path, into: Path) -> int:
     """A section in this process: one line of JSON a result as soon as it is there."""
-    from depthbatch.benchmarks.gpu import sections
+    from depthbatch.benchmarks.gpu import sections, speculation
     from depthbatch.common.os_process import die_with_parent
 
     die_with_parent(os.getppid())
     setup = sections.Setup(dry_run, work, TESTS / "data" / "fidelity")
     model, _, part = name.rpartition(".")
-    function = getattr(sections, part)
+    function = getattr(speculation if part == "speculation" else sections, part)
     with into.open("a") as file:
 
         def put(name: str, status: str, **values: Any) -> None:

@@ -153,7 +153,7 @@ def _note(answer: Answer, event: TokenEvent, columns: int) -> None:
     answer.prompt_logprobs.extend(np.frombuffer(event.prompt_logprobs, np.float32).reshape(-1, columns)[:, 0].tolist())
 
 
-def _requests(built: BuiltRunner, count: int = 8) -> list[Submit]:
+def fidelity_requests(built: BuiltRunner, count: int = 8) -> list[Submit]:
     """Prompts of 3 to 60 tokens with the model's own gate; some sampled, one with penalties."""
     rng = np.random.default_rng(3)
     made = []
@@ -175,7 +175,7 @@ def _requests(built: BuiltRunner, count: int = 8) -> list[Submit]:
     return made
 
 
-def _fidelity_config(setup: Setup, model: str, dtype: str, backend: str) -> EngineConfig:
+def fidelity_config(setup: Setup, model: str, dtype: str, backend: str) -> EngineConfig:
     flash = backend == "flash"
     return EngineConfig(
         model=str(setup.fidelity / model),
@@ -191,7 +191,7 @@ def _fidelity_config(setup: Setup, model: str, dtype: str, backend: str) -> Engi
 
 
 def _answers(built: BuiltRunner, config: EngineConfig) -> dict[int, Answer]:
-    return serve(Scheduler(SchedulerConfig.resolve(config, built.info)), built.runner, _requests(built))
+    return serve(Scheduler(SchedulerConfig.resolve(config, built.info)), built.runner, fidelity_requests(built))
 
 
 def fidelity(setup: Setup) -> Iterator[tuple[str, Result]]:
@@ -207,7 +207,7 @@ def fidelity(setup: Setup) -> Iterator[tuple[str, Result]]:
 
 def _compare(setup: Setup, model: str, dtype: str, backend: str) -> Result:
     cpu = torch.device("cpu")
-    config = _fidelity_config(setup, model, dtype, backend)
+    config = fidelity_config(setup, model, dtype, backend)
     plain_config = msgspec.structs.replace(config, block_size=16, async_scheduling="off")
     loaded = load_model(plain_config.model, dtype, cpu)
     want = _answers(assemble(plain_config, loaded, cpu, "sdpa"), plain_config)

@@ -7,14 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from depthbatch.benchmarks.gpu import check as gpu_check
 from depthbatch.benchmarks.gpu import sections as gpu_sections
+from depthbatch.benchmarks.gpu import speculation as gpu_speculation
 from depthbatch.benchmarks.gpu.check import Report, Section, check
 from depthbatch.benchmarks.gpu.sections import Setup
 from depthbatch.benchmarks.gpu.shapes import power_of_two_sizes
+from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.runner.stage_input import bucket_sizes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,6 +57,29 @@ def test_fidelity_is_exact_and_can_fail(setup: Setup, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_sections, "_answers", wrong)
     with pytest.raises(AssertionError, match="not the CPU's answers"):
         gpu_sections._compare(setup, "ouro-tiny", "float32", "sdpa")
+
+
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_speculation(setup: Setup, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact, with drafts of both kinds; a speed at each number of streams that fits, and the warmer the draws the more
+    drafts are right. The comparison can fail."""
+    results = dict(gpu_speculation.speculation(setup, model))
+    exact = results[f"{model}.speculation.exact"]
+    assert exact["tokens"] > 50 and exact["right"] > 3 and exact["wrong"] > 3
+    for streams in (1, 4):
+        speed = results[f"{model}.speculation.speed.{streams}"]
+        assert all(entry["speedup"] > 0 for entry in speed.values())
+        assert speed["0"]["accepted"] < speed["16"]["accepted"]
+    honest = gpu_speculation.serve
+
+    def wrong(scheduler: Scheduler, *args: Any) -> Any:
+        answers = honest(scheduler, *args)
+        answers[2].tokens[1] += scheduler.config.draft_lanes > 0
+        return answers
+
+    monkeypatch.setattr(gpu_speculation, "serve", wrong)
+    with pytest.raises(AssertionError, match="not the answers without drafts"):
+        gpu_speculation.exactness(setup, gpu_speculation.FIDELITY[model])
 
 
 def test_engines(setup: Setup) -> None:
