@@ -223,6 +223,17 @@ class EngineConfig(Options, frozen=True):
         Annotated[float, Meta(ge=0.0, le=1.0)] | None,
         option("of a simulated device: share of the drafts that are right (default: all)"),
     ] = None
+    chat_template: Annotated[
+        str | None, option("file with the chat template, a jinja text (default: the model's own)")
+    ] = None
+    generation_config: Annotated[
+        str,
+        option(
+            "auto: temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the model's "
+            "generation_config.json hold for requests that do not say; off: they do not",
+            ("auto", "off"),
+        ),
+    ] = "auto"
     threads: Annotated[Natural | None, option("threads of the CPU worker (default: the cores it may use)")] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")

@@ -25,7 +25,15 @@ from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelt
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.process_metrics import flat_stats
 from depthbatch.frontend.processes import Processes
-from depthbatch.frontend.prompts import Prompt, assembler_of, check_stop, describe, encode_prompt, load_model_tokenizer
+from depthbatch.frontend.prompts import (
+    Prompt,
+    assembler_of,
+    check_stop,
+    describe,
+    describe_defaults,
+    encode_prompt,
+    load_texts,
+)
 from depthbatch.frontend.tokenizer import Tokenizer
 
 TIMER_S = 0.001  # the loop's timers may be as much too early
@@ -105,6 +113,7 @@ class AsyncEngine:
     def _setup(self, config: EngineConfig, quiet: bool, processes: Processes | None = None) -> None:
         self.config = config
         self.tokenizer: Tokenizer | None = None
+        self.sampling_defaults: dict[str, Any] = {}  # of requests that do not say
         self._quiet = quiet
         self._client = EngineClient(config, self._unwatch, processes)
         self._mailboxes: dict[int, Mailbox] = {}  # by internal id
@@ -126,7 +135,7 @@ class AsyncEngine:
             self._client.launch()
             self._ticker = background(self._tick(), "engine ticker", self.fail)
             self._pump()
-            self.tokenizer = await self._in_tokenizer_thread(load_model_tokenizer, self.config.model)
+            self.tokenizer, self.sampling_defaults = await self._in_tokenizer_thread(load_texts, self.config)
             if self.tokenizer is not None:
                 self._client.encode = self.tokenizer.encode_bare
             while self._client.info is None:
@@ -135,6 +144,8 @@ class AsyncEngine:
             self._raise_failure()
             if not self._quiet:
                 print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
+                if self.sampling_defaults:
+                    print(f"depthbatch: {describe_defaults(self.sampling_defaults)}", file=sys.stderr)
         except BaseException:
             await self.close()
             raise
@@ -228,7 +239,7 @@ class AsyncEngine:
         ``request_id`` is the caller's name for ``abort``; names may repeat, each request is its own. Closing the
         generator, or cancelling the task that iterates, aborts. Raises RequestError or EngineDeadError.
         """
-        params = params or SamplingParams()
+        params = params or SamplingParams(**self.sampling_defaults)
         token_ids = await self.encode(prompt, params)
         await self._prove_grammar(token_ids, params)
         with self._submitted([(token_ids, params)], request_id) as mailbox:

@@ -2,9 +2,11 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+
+from tqdm import tqdm
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, RequestError
@@ -17,8 +19,9 @@ from depthbatch.frontend.live_requests import News
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, RequestOutput
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.process_metrics import flat_stats
-from depthbatch.frontend.prompts import Prompt, assembler_of, describe, encode_prompt, load_model_tokenizer
+from depthbatch.frontend.prompts import Prompt, assembler_of, describe, describe_defaults, encode_prompt, load_texts
 
+Conversation = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]  # finished and total requests
 
 
@@ -49,12 +52,14 @@ class LLM:
         self._client = EngineClient(config)
         try:
             self._client.launch()
-            self.tokenizer = load_model_tokenizer(config.model)  # while the worker loads the weights
+            self.tokenizer, self.sampling_defaults = load_texts(config)  # while the worker loads the weights
             if self.tokenizer is not None:
                 self._client.encode = self.tokenizer.encode_bare
             self.info = self._client.wait_ready()
             if not quiet:
                 print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
+                if self.sampling_defaults:
+                    print(f"depthbatch: {describe_defaults(self.sampling_defaults)}", file=sys.stderr)
         except BaseException:
             self._client.close()
             raise
@@ -64,13 +69,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Progress | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Runs all prompts together; outputs in the order of the prompts.
 
         Args:
             prompts: texts or lists of token ids, or one of them.
-            params: for all prompts, or one for each.
+            params: for all prompts, or one for each; None: the model's defaults.
             progress: called with (finished, total) whenever a request has finished.
+            use_tqdm: a bar on stderr says how many have.
 
         Raises RequestError, before anything runs where it can, and EngineDeadError when the engine is lost.
         """
@@ -81,13 +88,34 @@ class LLM:
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
         finished = 0
-        for index, delta in self._run(encoded, per_prompt):
-            outputs[index].append(delta)
-            if delta.finish_reason is not None:
-                finished += 1
-                if progress is not None:
-                    progress(finished, len(outputs))
+        with tqdm(total=len(outputs), unit="req", disable=not use_tqdm) as bar:
+            for index, delta in self._run(encoded, per_prompt):
+                outputs[index].append(delta)
+                if delta.finish_reason is not None:
+                    finished += 1
+                    bar.update()
+                    if progress is not None:
+                        progress(finished, len(outputs))
         return outputs
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (maps with ``role`` and ``content``) or several, through the model's chat template.
+
+        ``template_options``: add_generation_prompt, continue_final_message, and what the template itself knows. The rest
+        is as of generate; ``prompt`` of an output is None. Raises RequestError where there is no template.
+        """
+        if self.tokenizer is None:
+            raise RequestError("messages: this model has no tokenizer; give token ids to generate", "messages")
+        one = not messages or isinstance(messages[0], Mapping)
+        several: Sequence[Any] = [messages] if one else messages
+        prompts = [self.tokenizer.encode_chat(each, self.info.max_model_len, **template_options) for each in several]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -133,7 +161,7 @@ class LLM:
         if isinstance(params, Sequence) and not isinstance(params, str):
             per_prompt = list(params)
         else:
-            per_prompt = [SamplingParams() if params is None else params] * len(prompts)
+            per_prompt = [SamplingParams(**self.sampling_defaults) if params is None else params] * len(prompts)
         if len(per_prompt) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(per_prompt)} params", "params")
         encoded = []

@@ -1,10 +1,13 @@
 """From what callers write (a model's name, a prompt, parameters) to what runs: tokenizer, token ids, one output's assembler."""
 
+import json
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from depthbatch.common.errors import RequestError
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError, ModelError, RequestError
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.output import OutputAssembler, Scoring
@@ -12,6 +15,14 @@ from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer, check_fewest, load_tokenizer
 
 Prompt = str | Sequence[int]
+GENERATION_FIELDS = {  # of generation_config.json; what vLLM takes from there
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def describe(info: EngineInfo) -> str:
@@ -23,9 +34,47 @@ def describe(info: EngineInfo) -> str:
     )
 
 
-def load_model_tokenizer(model: str) -> Tokenizer | None:
-    """The tokenizer of a MODEL argument. Raises ModelError when there is no such model."""
-    return load_tokenizer(resolve_model_dir(model))
+class ModelTexts(NamedTuple):
+    """What a model directory says to the frontend."""
+
+    tokenizer: Tokenizer | None
+    sampling_defaults: dict[str, Any]  # fields of SamplingParams for requests that do not say
+
+
+def load_texts(config: EngineConfig) -> ModelTexts:
+    """Raises ModelError when there is no such model or a file of it is broken, ConfigError for the chat template's."""
+    directory = resolve_model_dir(config.model)
+    template = None if config.chat_template is None else _template(Path(config.chat_template).expanduser())
+    tokenizer = load_tokenizer(directory, template)
+    if tokenizer is None and template is not None:
+        raise ConfigError(f"chat_template {config.chat_template}: this model has no tokenizer")
+    return ModelTexts(tokenizer, sampling_defaults(directory) if config.generation_config == "auto" else {})
+
+
+def _template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: cannot read {path}: {getattr(error, 'strerror', error)}") from None
+
+
+def sampling_defaults(directory: Path) -> dict[str, Any]:
+    """What a model's generation_config.json says of sampling. Raises ModelError naming the file."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        given = {name: values[key] for key, name in GENERATION_FIELDS.items() if values.get(key) is not None}
+        SamplingParams(**given)
+    except (OSError, ValueError, AttributeError, TypeError, RequestError) as error:
+        raise ModelError(f"{path}: {' '.join(str(error).split())}; --generation-config off leaves it out") from None
+    return given
+
+
+def describe_defaults(defaults: Mapping[str, Any]) -> str:
+    """The line of what requests that do not say are sampled with."""
+    return "sampling defaults of generation_config.json: " + ", ".join(f"{k} {v}" for k, v in defaults.items())
 
 
 def encode_prompt(

@@ -24,8 +24,9 @@ MOST_COMPOSED = 4  # bytes that NFC makes one of, rounded up: U+1FBE U+0308 U+03
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # kinds that have to be converted
 
 
-def load_tokenizer(directory: Path) -> "Tokenizer | None":
+def load_tokenizer(directory: Path, chat_template: str | None = None) -> "Tokenizer | None":
     """The tokenizer of a model directory; None when it has none (the model then serves token ids only).
+    ``chat_template``: instead of the model's own.
 
     Raises ModelError when its files are broken.
     """
@@ -36,7 +37,8 @@ def load_tokenizer(directory: Path) -> "Tokenizer | None":
             backend = _converted(directory)
         else:
             return None
-        return Tokenizer(backend, _read_config(directory))
+        config = _read_config(directory)
+        return Tokenizer(backend, config if chat_template is None else {**config, "chat_template": chat_template})
     except Exception as error:  # the libraries raise bare Exception for whatever a broken file provokes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"cannot load the tokenizer of {directory}: {reason}") from None

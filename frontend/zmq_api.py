@@ -186,7 +186,7 @@ class ZmqApi:
 
     async def _serve(self, key: Key, verb: SubmitVerb) -> None:
         """A request that has its place."""
-        params = _params(verb.params)
+        params = _params({**self._engine.sampling_defaults, **verb.params})
         if params.timeout_s is None and self._default_timeout_s is not None:
             params = msgspec.structs.replace(params, timeout_s=self._default_timeout_s)
         token_ids = await self._engine.encode(verb.prompt, params)

@@ -16,12 +16,20 @@ import httpx
 
 from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, values_from_sources
 from depthbatch.common.errors import ConfigError, EngineDeadError, RequestError
-from depthbatch.deploy.cli.request_options import SHARED_OPTIONS
+from depthbatch.deploy.cli.request_options import DEMOS, SHARED_OPTIONS
 from depthbatch.frontend.output import mean_decode_depth
 from depthbatch.frontend.params import add_number_argument
 
 ANSWER_S = 600.0  # without a byte from the server
 Conversation = list[dict[str, str]]
+HELP = """/reset  forgets the conversation
+/quit   ends the chat, as does the end of input; Ctrl-C ends one answer
+Anything else is a message. The line under an answer: its tokens, their rate, and the mean loops of a token.
+"""
+DEMO_GREETING = """The demo is no assistant: a tiny model that completes puzzles, some with more loops than others. Try
+  46+5=      say kq7x=      347,348,      kx qz xt ha zf ?xt=
+/help says what else there is.
+"""
 
 
 class News(NamedTuple):
@@ -65,6 +73,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
     config = config_from_sources(args, model=args.target)
     with LLM.from_config(config) as llm:
+        _greet(config.model, sys.stdout)
         converse(LocalModel(llm, request), opening, sys.stdin, sys.stdout)
     return 0
 
@@ -79,8 +88,15 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
     return values_from_sources(args, {}, {name: FIELDS[name] for name in SHARED_OPTIONS})
 
 
+def _greet(model: str, out: TextIO) -> None:
+    """What may be typed."""
+    out.write(DEMO_GREETING if model in DEMOS else "/help says what there is beside messages.\n")
+    out.flush()
+
+
 def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO) -> None:
-    """The loop. ``/reset`` forgets the conversation, ``/quit`` or end of input ends it, Ctrl-C ends one answer."""
+    """The loop. ``/reset`` forgets the conversation, ``/quit`` or end of input ends it, Ctrl-C ends one answer, ``/help``
+    says so."""
     conversation = list(opening)
     while True:
         out.write("> ")
@@ -92,6 +108,8 @@ def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO
             return
         if text == "/reset":
             conversation = list(opening)
+        elif text == "/help":
+            out.write(HELP)
         elif text:
             conversation.append({"role": "user", "content": text})
             try:

@@ -3,15 +3,19 @@
 import argparse
 import dataclasses
 import json
+import os
+import select
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
 from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, to_toml
 from depthbatch.common.errors import RequestError
+from depthbatch.deploy.cli.request_options import DEMOS
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.output import OutputDelta, RequestOutput
 from depthbatch.frontend.params import SamplingParams, add_number_argument
@@ -25,6 +29,7 @@ DEMO_PROMPTS = (  # one of each kind that the demo model knows, none of them see
     "72+23=",
     "kx qz xt ha zf t7 aj j6 f2 ?az=",
 )
+STDIN_WAIT_S = 0.5
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 CONTROLS = {ord("\r"): "", **{code: "\ufffd" for code in (*range(0x20), 0x7F) if chr(code) not in "\n\t\r"}}
 
@@ -33,7 +38,12 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Prompts, per-request parameters and every engine option."""
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
     parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    parser.add_argument("-f", "--file", metavar="FILE", help="one prompt a line")
+    parser.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="one prompt a line; - is standard input, which is read without -p and -f, too, where it is a pipe",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt")
     parser.add_argument("--no-depths", action="store_true", help="text alone")
     parser.add_argument("--print-config", action="store_true", help="print the engine's options and stop")
@@ -82,21 +92,38 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     """The prompts as given. Raises RequestError, naming the place, for a blank one: no model has to load for that."""
     texts = list(args.prompt or ())
     places = ["-p"] * len(texts)
-    if args.file is not None:
+    name = args.file
+    if name is None and args.prompt is None and _is_piped(sys.stdin, patient=args.model not in DEMOS):
+        name = "-"
+    if name is not None:
         try:
-            lines = Path(args.file).read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
+            data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+            lines = data.decode("utf-8-sig").removesuffix("\n").split("\n") if data or args.file else []
         except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"cannot read {args.file}: {error}") from None
-        places += [f"{args.file}, line {number}" for number in range(1, len(lines) + 1)]
+            raise RequestError(f"cannot read {name}: {error}") from None
+        name = "stdin" if name == "-" else name
+        places += [f"{name}, line {number}" for number in range(1, len(lines) + 1)]
         texts += [line.removesuffix("\r") for line in lines]
-    if not texts and args.prompt is None and args.file is None and args.model in ("demo", "demo-huginn"):
+    if not texts and args.prompt is None and args.file is None and args.model in DEMOS:
         texts = list(DEMO_PROMPTS)
     if not texts:
-        raise RequestError("no prompt: give -p TEXT or -f FILE")
+        raise RequestError("no prompt: give -p TEXT, -f FILE, or one prompt a line on standard input")
     for place, text in zip(places, texts, strict=False):  # the demo's own prompts have no place
         if not text.strip():
             raise RequestError(f"{place}: the prompt is blank", "prompt")
     return texts
+
+
+def _is_piped(stdin: TextIO, patient: bool) -> bool:
+    """Whether prompts come on standard input: it is a file, or a pipe. Not ``patient``: only a pipe that has something
+    within a moment, since whoever starts a program may leave it an open one."""
+    try:
+        kind = os.fstat(stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or no file at all
+        return False
+    if stat.S_ISREG(kind):
+        return True
+    return stat.S_ISFIFO(kind) and (patient or bool(select.select([stdin], [], [], STDIN_WAIT_S)[0]))
 
 
 def _prompt(text: str, tokenizer: Tokenizer | None) -> Prompt:

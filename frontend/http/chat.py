@@ -40,6 +40,7 @@ class ChatSpelling:
     def __init__(self, body: ChatRequest, service: Service) -> None:
         self._body = body
         self._texts = service.texts
+        self._default_max_tokens: int | None = service.sampling_defaults.get("max_tokens")
         self._max_model_len = service.engine.info.max_model_len
 
     async def prompts(self) -> list[Prompt]:
@@ -57,8 +58,10 @@ class ChatSpelling:
         body = self._body
         if body.top_logprobs and not body.logprobs:
             raise bad_value("top_logprobs", "only with logprobs")
+        room = self._max_model_len - len(prompt.ids)
+        default = min(self._default_max_tokens or room, room)
         return {
-            "max_tokens": body.max_completion_tokens or body.max_tokens or self._max_model_len - len(prompt.ids),
+            "max_tokens": body.max_completion_tokens or body.max_tokens or default,
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         }
 

@@ -6,8 +6,9 @@ An endpoint's Spelling says how its body asks and how its choices are written; t
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from depthbatch.common.errors import RequestError
@@ -41,7 +42,16 @@ class Engine(Protocol):
 class Service:
     """The engine, its texts and its limit, handed to every router."""
 
-    def __init__(self, engine: Engine, texts: Texts, config: HttpConfig, model_name: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        texts: Texts,
+        config: HttpConfig,
+        model_name: str,
+        sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """``sampling_defaults``: fields of SamplingParams for requests that do not say."""
+        self.sampling_defaults = sampling_defaults
         self.engine = engine
         self.texts = texts
         self.config = config
@@ -235,7 +245,11 @@ class Call:
         """The choices, ``n`` of each prompt in turn. Raises ApiError or RequestError (400)."""
         service, body, spelling = self._service, self._body, self._spelling
         for prompt in await spelling.prompts():
-            fields = sampling_fields(body) | spelling.fields(prompt) | {"timeout_s": self._timeout_s}
+            fields = (
+                {**service.sampling_defaults, **sampling_fields(body)}
+                | spelling.fields(prompt)
+                | {"timeout_s": self._timeout_s}
+            )
             self._tally.prompt_tokens += len(prompt.ids)
             for number in range(self._n):
                 if body.seed is not None:

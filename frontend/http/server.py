@@ -370,7 +370,7 @@ async def _with_engine(
 ) -> DepthbatchError:
     async with engine:
         texts = Texts(engine.tokenizer, http.template_names, engine.tokenizer_thread)
-        service = Service(engine, texts, http, http.served_model_name or engine.config.model)
+        service = Service(engine, texts, http, http.served_model_name or engine.config.model, engine.sampling_defaults)
         app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
         server.service = service
         address = endpoint(engine.run_dir, API_ENDPOINT)

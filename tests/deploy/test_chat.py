@@ -3,6 +3,7 @@
 import io
 import re
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from depthbatch.common.errors import EngineDeadError
-from depthbatch.deploy.cli.chat import RemoteModel, converse
+from depthbatch.deploy.cli.chat import RemoteModel, _greet, converse
 from depthbatch.deploy.cli.main import main
 from fakes.chat_tokenizer import byte_tokenizer
 from fakes.http_server import LiveServer
@@ -39,6 +40,15 @@ def test_lines_are_answered(live: LiveServer) -> None:
     assert len(answers) == 5 and answers[0].splitlines()[0] == answers[3].splitlines()[0]
     tokens, depth = FIGURES.findall(shown)[0]
     assert tokens == "10" and float(depth) == 2
+
+
+def test_help_and_what_the_demo_is(live: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a newcomer who typed "hello" to the demo got noise, and no word of what it can do or how to leave."""
+    shown = chat(live, "/help\n")
+    assert "/reset" in shown and "/quit" in shown and "tokens/s" not in shown
+    for model, says in (("demo", "no assistant"), ("other/model", "/help")):
+        _greet(model, sys.stdout)
+        assert says in capsys.readouterr().out
 
 
 def test_refusals_do_not_end_the_chat(live: LiveServer) -> None:

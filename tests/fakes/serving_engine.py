@@ -100,6 +100,7 @@ class FakeEngine:
         self.running: set[FakeSequence] = set()
         self.known: set[FakeSequence] = set()
         self.tokens_made = 0
+        self.resolved: list[RequestParams] = []  # of all sequences
         self.clients: list[int] = []  # of all requests, in the order they came
         self._slots = asyncio.Semaphore(slots)
         self._defaults = RequestDefaults(self.info, seed=0)
@@ -153,6 +154,7 @@ class FakeEngine:
         check_stop(params, self.tokenizer)
         check_token_ids(prompt, self.info)
         resolved = self._defaults.resolve(params, len(prompt), 0, self.tokenizer and self.tokenizer.encode_bare)
+        self.resolved.append(resolved)
         if params.constraint is not None:
             self._grammars.check(resolved.grammar)  # proved, then not obeyed
         deadline_s = None if params.timeout_s is None else asyncio.get_running_loop().time() + params.timeout_s
