@@ -221,9 +221,7 @@ def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> R
             fixed = [Setting(Gate.FIXED, depth=depth) for depth in fixed_depths(info.r_max, quick)]
             gated = gate_settings(info, quick)
             runs = layout_runs(info, layouts, quick)
-            draft_depths = (
-                fixed_depths(info.r_max, quick) if KVLayout(info.kv_layout).keeps_every_loop(info.r_max) else []
-            )
+            draft_depths = [depth for depth in fixed_depths(info.r_max, quick) if may_read_drafts(info, depth)]
             bar.reset(total=len(examples) * (1 + len(fixed) + len(gated) + len(runs) + 2 * len(draft_depths)))
             full, *others = ask(llm, examples, [FULL_DEPTH, *fixed, *gated], bar.update)
         fixed_answers = [*others[: len(fixed)], full._replace(setting=Setting(Gate.FIXED, depth=info.r_max))]
@@ -254,8 +252,15 @@ def _layout_row(info: EngineInfo, accuracy: float) -> Report:
     return {"layout": str(info.kv_layout), "max_loops": info.r_max, "accuracy": accuracy, "kib_per_token": kib}
 
 
+def may_read_drafts(info: EngineInfo, depth: int) -> bool:
+    """Whether every token can be read for a draft after so many loops, and none has to wait: a chain is at most
+    r_max / depth long, and an engine's has an end. KV layouts without a plane a loop have no drafts."""
+    return KVLayout(info.kv_layout).keeps_every_loop(info.r_max) and depth * MAX_DRAFT_LANES >= info.r_max
+
+
 def draft_row(depth: int, answers: Answers) -> Report:
-    """How often drafts read after ``depth`` loops were the token they stood for; null without any."""
+    """How often drafts read after ``depth`` loops were the token they stood for; null without any. Where coda has layers,
+    some are of tokens that have exited earlier and wait for those ahead."""
     right = sum(output.accepted_drafts for output in answers.outputs)
     drafts = right + sum(output.rejected_drafts for output in answers.outputs)
     setting = {"gate": answers.setting.gate.label, "threshold": answers.setting.threshold}

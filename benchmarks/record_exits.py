@@ -107,6 +107,6 @@ def _known_depths(
         for own, done, tokens in zip(known, settled, runs, strict=True):
             for number, (_, right) in enumerate(tokens[1:]):
                 if right and not done[number]:
-                    own[number] = draft_depth
+                    own[number] = min(own[number], draft_depth)
                 done[number] = done[number] or right is False
     return [tuple(own) for own in known]
