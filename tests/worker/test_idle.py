@@ -65,6 +65,28 @@ def test_queued_stages_run_back_to_back_without_drift(monkeypatch: pytest.Monkey
     assert device.launch(*core(50)).start_s == 200.0
 
 
+def test_drafts_are_right_as_often_as_asked() -> None:
+    """A draft is the token that the readout for good gives, or another, by (seed, position) alone; final tokens are those of a
+    device whose drafts are always right."""
+
+    def tokens(loops: int, acceptance: float) -> list[int]:
+        device = SimulatedRunner(profile(), info, 4, acceptance)
+        drawn = []
+        for position in range(1, 600):
+            lane = 1 + position % 2 * 4
+            frame = np.array([[1], [position], [loops], [lane]], np.int32)
+            stage = device.launch(StageBatch(position, Stage.CODA, bucket=1, rows=1), frame)
+            drawn += stage.output.token_ids.tolist()
+        return drawn
+
+    config = EngineConfig(device="simulated:test", max_num_seqs=4, speculation=1, kv_layout="last_exited")
+    info = simulated_info(config, profile())
+    final = tokens(4, 1.0)
+    assert tokens(-1, 1.0) == final == tokens(4, 0.7)
+    drafts = tokens(-1, 0.7)
+    assert np.mean(np.equal(drafts, final)) == pytest.approx(0.7, abs=0.06) and tokens(-2, 0.7) == drafts
+
+
 def test_tokens_are_a_function_of_seed_and_position_alone() -> None:
     """The same (seed, position) in other slots and batches gives the same token; another seed or position another."""
     device = runner()
