@@ -30,8 +30,11 @@ DEPTHS = (2, 3, 4)
 WEIGHTS = (0.5, 0.4, 0.1)
 
 
-def measure(width: int, waiting: int, core_steps: int, mode: str, policy: str = "refill") -> dict[str, object]:
-    """Percentiles in microseconds over ``core_steps`` core stages of a full engine."""
+def measure(
+    width: int, waiting: int, core_steps: int, mode: str, policy: str = "refill", draft_lanes: int = 0
+) -> dict[str, object]:
+    """Percentiles in microseconds over ``core_steps`` core stages of a full engine; of its drafts, if it has any, all
+    are right, so that chains are as long as they can be."""
     rng = np.random.default_rng(0)
     shapes = [
         WorkloadRequest(
@@ -42,8 +45,10 @@ def measure(width: int, waiting: int, core_steps: int, mode: str, policy: str = 
         for _ in range(256)
     ]
     workload = Workload(tuple(shapes))
-    options = EngineConfig(policy=policy, max_num_seqs=width, async_scheduling=mode)
-    scheduler = Scheduler(SchedulerConfig.resolve(options, virtual_engine(workload, width, 4, None)))
+    speculation = str(draft_lanes or "off")
+    options = EngineConfig(policy=policy, max_num_seqs=width, async_scheduling=mode, speculation=speculation)
+    info = virtual_engine(workload, width, 4, None, draft_lanes=draft_lanes)
+    scheduler = Scheduler(SchedulerConfig.resolve(options, info))
     messages = cycle([shape.submit(0, 4) for shape in shapes])
     submitted = 0
 
@@ -58,12 +63,15 @@ def measure(width: int, waiting: int, core_steps: int, mode: str, policy: str = 
     gc.collect()
     gc.freeze()
     core_us, loop_us, results = _run(scheduler, core_steps, top_up)
+    rows = scheduler.stats().stages[Stage.CORE.label].rows.sum
     gc.unfreeze()
     return {
         "w": width,
+        "draft_lanes": draft_lanes,
         "waiting": waiting,
         "mode": mode,
         "stages_per_core": results / core_steps,
+        "rows_per_core": round(rows / core_steps, 1),
         "core_us": _percentiles(core_us),
         "loop_us": _percentiles(loop_us),
     }
@@ -110,10 +118,11 @@ def add_scheduler_cost_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_scheduler_cost(args: argparse.Namespace) -> int:
-    """W = 8, 64, 512 with 100 waiting requests, then W = 64 with 100,000."""
+    """W = 8, 64, 512 with 100 waiting requests, then W = 64 with 100,000, then W = 64 with chains of 1 + 3 lanes."""
     if args.core_steps < 1:
         raise ConfigError(f"core-steps must be at least 1, not {args.core_steps}")
     rows = [measure(width, 100, args.core_steps, args.async_scheduling) for width in (8, 64, 512)]
     rows.append(measure(64, 100_000, args.core_steps, args.async_scheduling))
+    rows.append(measure(64, 100, args.core_steps, args.async_scheduling, draft_lanes=3))
     write_json(rows, args.output)
     return 0

@@ -258,65 +258,78 @@ class Chains:
     def take(self, record: CodaRows, tokens: npt.NDArray[np.int32], logprobs: list[bytes]) -> list[Committed]:
         """What a coda has said; returns the tokens that are certain now, in order. ``tokens`` of the whole
         batch, as is ``logprobs`` where there are any."""
-        rows, out = self._rows, []
+        rows, out = self._rows, list[Committed]()
         current = rows.epoch[record.lanes] == record.epochs
         heirs = current & (record.successors > 0)
         heirs &= rows.epoch[record.successors] == record.successor_epochs
         self._input[record.successors[heirs]] = tokens[record.index[heirs]]
-        for index in np.flatnonzero(current & record.final).tolist():
-            lane = int(record.lanes[index])
-            if rows.epoch[lane] != record.epochs[index]:
-                continue  # a token of this very result has dropped it
-            self._said[lane] = tokens[record.index[index]]
-            if logprobs:
-                self._logprobs[lane] = logprobs[record.index[index]]
-            out += self._commit(int(rows.slot[lane]))
+        read = current & record.final
+        lanes = record.lanes[read]
+        self._said[lanes] = tokens[record.index[read]]
+        if logprobs:
+            self._logprobs |= zip(
+                lanes.tolist(), [logprobs[index] for index in record.index[read].tolist()], strict=True
+            )
+        certain: SlotArray = lanes[~self.guess[lanes]]
+        while certain.size:
+            certain = self._commit(certain, out)
         return out
 
-    def _commit(self, slot: int) -> list[Committed]:
-        """Tokens of a sequence that are certain now: of a row whose input is, as far as it has said one."""
-        rows, out = self._rows, []
-        request = rows.request[slot]
-        while request is not None:
-            lane = rows.lane(slot, int(self._base[slot]))
-            if rows.phase[lane] != READ or self.guess[lane] or self._said[lane] == _UNKNOWN:
-                break
-            token, depth = int(self._said[lane]), int(rows.loop[lane])
-            logprobs = self._logprobs.pop(lane, b"")
-            if token in request.stop_ids or rows.position[lane] >= rows.last_position[lane]:
-                self._said[lane] = _UNKNOWN
-                out.append(Committed(request, token, depth, logprobs, None))
-                break  # whoever publishes it ends the request, and with it the chain
-            out.append(Committed(request, token, depth, logprobs, self._advance(slot, lane, token)))
-        return out
+    def _commit(self, lanes: SlotArray, out: list[Committed]) -> SlotArray:
+        """Rows that are certain and whose result is known, each the oldest of its sequence, become tokens. Returns the
+        rows that have come to be so by that."""
+        rows, requests = self._rows, []
+        tokens, slots = self._said[lanes], rows.slot[lanes]
+        said, depths = tokens.tolist(), rows.loop[lanes].tolist()
+        goes_on = rows.position[lanes] < rows.last_position[lanes]
+        for index, slot in enumerate(slots.tolist()):
+            request = rows.request[slot]
+            assert request is not None
+            requests.append(request)
+            if said[index] in request.stop_ids:
+                goes_on[index] = False  # whoever publishes it ends the request, and with it the chain
+        verdicts: list[bool | None] = [None] * lanes.size
+        following, depth, right = self._advance(lanes[goes_on], slots[goes_on], tokens[goes_on])
+        for index, read_after, was_right in zip(
+            np.flatnonzero(goes_on).tolist(), depth.tolist(), right.tolist(), strict=True
+        ):
+            if read_after:
+                verdicts[index] = was_right
+        logprobs = [self._logprobs.pop(lane, b"") for lane in lanes.tolist()] if self._logprobs else [b""] * lanes.size
+        out.extend(map(Committed, requests, said, depths, logprobs, verdicts))
+        certain: SlotArray = following[right]
+        certain = certain[rows.phase[certain] == READ]
+        for lane in certain.tolist():
+            self._dispatch_certain(lane)
+        heard: SlotArray = certain[self._said[certain] != _UNKNOWN]
+        return heard
 
-    def _advance(self, slot: int, lane: int, token: int) -> bool | None:
-        """The oldest row is done: the next one is certain, or wrong, or has to be started. Returns whether the draft
-        that started it was right."""
+    def _advance(
+        self, lanes: SlotArray, slots: SlotArray, tokens: SlotArray
+    ) -> tuple[SlotArray, Int32Array, npt.NDArray[np.bool_]]:
+        """The oldest rows of these sequences are done: the next ones are certain, or wrong, or have to be started.
+        Returns, each [rows], the next ones, the loops after which their draft was read (0 = no draft), and which are right."""
         rows = self._rows
-        position = int(rows.position[lane]) + 1
-        following = rows.lane(slot, position)
-        there = self._tail[slot] >= position
-        rows.drop(lane)
-        self._base[slot] = position
-        verdict = None
-        if there:
-            depth, was_right = int(self._draft_depth[following]), bool(self._input[following] == token)
-            if depth:
-                verdict = was_right
-                (self.right if was_right else self.wrong)[depth] += 1
-            if was_right:
-                self._detach(following)
-                self.guess[following] = False
-                if rows.phase[following] == READ:
-                    self._dispatch_certain(following)
-                return verdict
-            self._cut(following)
-        self._tail[slot] = position
-        lanes = np.array([following])
-        rows.carry(lanes, position)
-        self._start(lanes, False, 0)
-        return verdict
+        positions = rows.position[lanes] + 1
+        following: SlotArray = lane_of(slots, positions, rows.width, rows.lanes)
+        there = self._tail[slots] >= positions
+        right = there & (self._input[following] == tokens)
+        depth = np.where(there, self._draft_depth[following], 0)
+        drafts = depth > 0
+        self.right += np.bincount(depth[drafts & right], minlength=self.right.size)
+        self.wrong += np.bincount(depth[drafts & ~right], minlength=self.wrong.size)
+        rows.drop(lanes, READ)
+        self._base[slots] = positions
+        self._follows[following[right]] = self.guess[following[right]] = False
+        self.chained -= int(np.count_nonzero(right))
+        for lane in following[there & ~right].tolist():
+            self._cut(lane)
+        anew = following[~right]
+        if anew.size:
+            self._tail[slots[~right]] = positions[~right]
+            rows.carry(anew, positions[~right])
+            self._start(anew, False, 0)
+        return following, depth, right
 
     # --- lanes
 
@@ -374,5 +387,5 @@ class Chains:
             self._detach(each)
             self.guess[each] = False
             self._logprobs.pop(each, None)
-            rows.drop(each)
+            rows.drop(np.array([each]), int(rows.phase[each]))
         self._tail[slot] = first - 1

@@ -184,10 +184,10 @@ class RowState:
         self.position[lanes] = positions
         self.epoch[lanes] += 1
 
-    def drop(self, lane: int) -> None:
-        """A lane's token is no longer on its way; whatever comes back for it is void."""
-        self._set_phase(lane, FREE)
-        self.epoch[lane] += 1
+    def drop(self, lanes: SlotArray, phase: int) -> None:
+        """Tokens in a queue are no longer on their way; whatever comes back for them is void."""
+        self.move(lanes, phase, FREE)
+        self.epoch[lanes] += 1
 
     def start_token(self, slots: SlotArray) -> None:
         """Prelude: the token's loop count starts, its depth is set as far as it is known."""
