@@ -166,8 +166,8 @@ def build(config: EngineConfig) -> tuple[StageRunner, EngineInfo]:
         profile = simulated.find_profile(config.device.removeprefix(simulated.PREFIX))
         info = simulated.simulated_info(config, profile)
         simulated.sharpen_timers()
-        acceptance = 1.0 if config.draft_acceptance is None else config.draft_acceptance
-        return simulated.SimulatedRunner(profile, info, config.max_num_seqs, acceptance), info
+        runner = simulated.SimulatedRunner(profile, info, config.max_num_seqs, config.draft_acceptance)
+        return runner, info
     from depthbatch.worker.build import build_runner
 
     return build_runner(config)

@@ -34,6 +34,7 @@ PREFIX = "simulated:"
 SHIPPED_PROFILES = Path(__file__).resolve().parent / "profiles"
 BLOCK_SIZE = 16
 MAX_POSITIONS = 65536
+DRAFT_ACCEPTANCE = 0.9
 _PR_SET_TIMERSLACK = 29
 
 
@@ -90,9 +91,9 @@ class SimulatedRunner:
     completions: int | None = None
 
     def __init__(
-        self, profile: DeviceProfile, info: EngineInfo, max_num_seqs: int, draft_acceptance: float = 1.0
+        self, profile: DeviceProfile, info: EngineInfo, max_num_seqs: int, draft_acceptance: float | None = None
     ) -> None:
-        """``draft_acceptance``: share of the tokens whose drafts are right, 0 to 1."""
+        """``draft_acceptance``: share of the tokens whose drafts are right, 0 to 1; None: DRAFT_ACCEPTANCE."""
         self.limits = StageLimits(
             num_slots=max_num_seqs,
             num_blocks=info.num_blocks,
@@ -105,7 +106,7 @@ class SimulatedRunner:
         )
         self.lateness_s: deque[float] = deque(maxlen=10_000)  # how long after its end each stage was read
         self._profile = profile
-        self._draft_acceptance = draft_acceptance
+        self._draft_acceptance = DRAFT_ACCEPTANCE if draft_acceptance is None else draft_acceptance
         self._end_s = 0.0  # of the last stage launched
         self._seeds = np.zeros(max_num_seqs + 1, np.uint64)
 

@@ -1,17 +1,23 @@
-"""Idle accounting and the simulated device's clock."""
+"""Idle accounting and the simulated device: its clock, its tokens, its drafts."""
+
+import re
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
-from depthbatch.common.messages import StageBatch, Variant
+from depthbatch.common.messages import RequestParams, StageBatch, Submit, Variant
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker import simulated
 from depthbatch.worker.device_profile import DeviceProfile, parse_profile
 from depthbatch.worker.process import IdleClock
 from depthbatch.worker.runner.stage_input import StageError
 from depthbatch.worker.simulated import SimulatedRunner, find_profile, simulated_info
+from fakes.overlapped_serving import serve
 from fakes.worker import PROFILE
 
 
@@ -21,7 +27,8 @@ def profile() -> DeviceProfile:
 
 def runner(**options: object) -> SimulatedRunner:
     config = EngineConfig.from_values({"device": "simulated:test", "max_num_seqs": 4, "max_model_len": 64} | options)
-    return SimulatedRunner(profile(), simulated_info(config, profile()), config.max_num_seqs)
+    info = simulated_info(config, profile())
+    return SimulatedRunner(profile(), info, config.max_num_seqs, config.draft_acceptance)
 
 
 def core(step: int, positions: tuple[int, ...] = (9, 19)) -> tuple[StageBatch, np.ndarray]:
@@ -131,3 +138,33 @@ def test_bad_profiles_and_options_are_one_line() -> None:
         runner(gate="delayed")
     with pytest.raises(ConfigError, match="max_loops 5"):
         runner(max_loops=5)
+
+
+def instant() -> DeviceProfile:
+    """One that takes no time worth waiting for."""
+    return parse_profile(re.sub(r"(_ms\":)[0-9.]+", r"\g<1>1e-6", PROFILE), "test")
+
+
+SPECULATES = {"policy": "refill", "kv_layout": "last_exited", "speculation": 2}
+
+
+@pytest.mark.parametrize(("option", "share"), [({"draft_acceptance": 0.6}, 0.6), ({}, 0.9)])
+def test_the_scheduler_on_it_counts_that_share(option: dict[str, float], share: float) -> None:
+    """Through the scheduler: answers are those without drafts, and what it accepts is what the device was told, or nine
+    of ten."""
+    params = RequestParams(max_tokens=50, max_loops=2)
+    submits = [Submit(i, np.arange(3 + i, dtype=np.int32).tobytes(), replace(params, seed=i)) for i in range(6)]
+    answers = []
+    for options in ({"policy": "refill", "kv_layout": "last_exited"}, SPECULATES | option):
+        config = EngineConfig.from_values(
+            {"device": "simulated:test", "max_num_seqs": 4, "max_model_len": 64, **options}
+        )
+        device = runner(**options)
+        device._profile = instant()
+        scheduler = Scheduler(SchedulerConfig.resolve(config, simulated_info(config, profile())))
+        answers.append(serve(scheduler, device, submits)[0])
+    assert answers[0] == answers[1]
+    chains = scheduler.admission.chains
+    assert chains is not None
+    right, wrong = chains.right.sum(), chains.wrong.sum()
+    assert right + wrong > 100 and abs(right / (right + wrong) - share) < 0.06
