@@ -43,7 +43,7 @@ from depthbatch.benchmarks.made_up_profiles import is_made_up, profile_by_name, 
 from depthbatch.benchmarks.simulate import Run, SimulatedRecord, record_run, run_policy
 from depthbatch.benchmarks.sources import load_workload, with_arrivals
 from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
-from depthbatch.benchmarks.tables import auto_table, table
+from depthbatch.benchmarks.tables import auto_table, draft_table, table
 from depthbatch.benchmarks.throughput import BASELINE, PolicyChoice
 from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload
@@ -53,7 +53,7 @@ from depthbatch.worker.device_profile import DeviceProfile, LinearCost
 
 Row = dict[str, Any]
 RUNNERS = ("simulate", "throughput")
-SUMMARIES: dict[str, Callable[[Sequence[Row]], str]] = {"auto": auto_table}
+SUMMARIES: dict[str, Callable[[Sequence[Row]], str]] = {"auto": auto_table, "drafts": draft_table}
 STEADY = "steady"
 _MEAN_OUTPUT = {"alpaca": 60, "sharegpt": 311, "arxiv": 370}  # tokens
 AXES: dict[str, Any] = {  # name -> value when the file does not give the axis
@@ -68,7 +68,7 @@ AXES: dict[str, Any] = {  # name -> value when the file does not give the axis
     "rate": None,  # requests a second; None = all at once
     "boundary_layers": None,  # layers on each side of the core; None = the profile's
     "async_scheduling": "off",
-    "speculation": "off",  # of refill and auto
+    "speculation": "off",  # of refill and auto; "N:D" = N draft lanes at draft depth D
     "draft_depth": None,
     "draft_acceptance": None,  # a share, or a map of draft depth to share
     "ttft_target_ms": None,
@@ -263,6 +263,7 @@ class _Runner:
         """Of the engine, W apart."""
         choice = Policy.parse(setting["policy"], setting["w"])
         k = choice.k
+        lanes, _, depth = str(setting["speculation"]).partition(":")
         if setting["k_share"] is not None and choice.policy == "refill":
             k = max(1, round(setting["k_share"] * setting["w"]))
         targets = {name: setting[name] for name in _TARGETS} if choice.objective != "throughput" else {}
@@ -272,8 +273,8 @@ class _Runner:
             "max_num_batched_tokens": setting["m"],
             "min_free_slots": setting["s"],
             "min_coda_batch": k,
-            "speculation": setting["speculation"],
-            "draft_depth": setting["draft_depth"],
+            "speculation": lanes,
+            "draft_depth": int(depth) if depth else setting["draft_depth"],
             "async_scheduling": setting["async_scheduling"],
             "preemption": "off",
         }

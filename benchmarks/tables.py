@@ -113,6 +113,46 @@ def auto_table(rows: Sequence[Row]) -> str:
     )
 
 
+def draft_ratios(rows: Sequence[Row]) -> dict[tuple[Any, ...], Ratios]:
+    """speculation auto over the best of off and all fixed drafts, and over off, by (profile, exits, acceptance, w)."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        if row["axis_policy"] != "cb":
+            cell = tuple(row[f"axis_{name}"] for name in ("profile", "exits", "draft_acceptance", "w"))
+            cells.setdefault(cell, {})[row["axis_speculation"]] = row["tokens_per_s"]
+    return {
+        cell: Ratios(
+            speed["auto"] / max(value for name, value in speed.items() if name != "auto"), speed["auto"] / speed["off"]
+        )
+        for cell, speed in cells.items()
+        if {"auto", "off"} <= speed.keys()
+    }
+
+
+def draft_table(rows: Sequence[Row]) -> str:
+    """Learned drafts against every fixed setting, by profile, exits, acceptance and width."""
+    ratios = draft_ratios(rows)
+    if not ratios:
+        return "No cell has speculation off and auto."
+    widths = sorted({cell[-1] for cell in ratios})
+    lines = []
+    for name in dict.fromkeys(cell[:-1] for cell in ratios):
+        found = [ratios.get((*name, w)) for w in widths]
+        lines.append([*map(str, name), *("-" if r is None else f"{r.best:.3f} ({r.plain:.2f})" for r in found)])
+    best, plain = (np.array(values) for values in zip(*ratios.values(), strict=True))
+    header = ["profile", "exits", "acceptance", *(f"W = {w}" for w in widths)]
+    return "\n".join(
+        [
+            f"{len(ratios)} cells. Each entry: auto / best of no drafts and all fixed ones (auto / no drafts).",
+            "",
+            _markdown(header, lines),
+            "",
+            _spread("best fixed", best, 0.99),
+            _spread("no drafts", plain, 0.99),
+        ]
+    )
+
+
 def _spread(name: str, ratios: np.ndarray, target: float) -> str:
     least, median, most = ratios.min(), np.median(ratios), ratios.max()
     share = np.mean(ratios >= target)
