@@ -75,6 +75,7 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
         planes=spec.planes_per_layer(layout),
         dtype=spec.dtype,
         device=device,
+        windows=spec.windows,
     )
     lanes = 1 + config.draft_lanes_under(layout, spec.r_max)
     slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device, lanes)

@@ -59,7 +59,7 @@ BACKENDS: dict[str, tuple[Callable[[CacheGeometry], AttentionBackend], int]] = {
 }
 
 
-MODELS = ("ouro-tiny", "huginn-tiny", "retro-llama-tiny")
+MODELS = ("ouro-tiny", "huginn-tiny", "retro-llama-tiny", "dory-tiny")
 LAYERS = (
     "num_hidden_layers",
     "n_layers_in_prelude",
@@ -75,7 +75,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in MODELS:
         config = json.loads((FIDELITY / name / "config.json").read_text())
         made[name] = tmp_path_factory.mktemp(name)
-        config.update({key: 1 for key in LAYERS if key in config})
+        if "hybrid_layer_pattern" not in config:  # there a layer of each kind is needed
+            config.update({key: 1 for key in LAYERS if key in config})
         (made[name] / "config.json").write_text(json.dumps(config))
     return made
 
@@ -86,7 +87,7 @@ def fake_stages(model: Path, layout: KVLayout, backend: str) -> Stages:
     spec = loaded.spec
     make, block_size = BACKENDS[backend]
     shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.planes_per_layer(layout))
-    geometry = CacheGeometry(20, block_size, *shape, spec.dtype, CUDA)
+    geometry = CacheGeometry(20, block_size, *shape, spec.dtype, CUDA, spec.windows)
     return Stages(loaded, make(geometry), SlotState(8, 4, spec, CUDA), layout)
 
 

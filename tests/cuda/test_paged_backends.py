@@ -25,20 +25,24 @@ def flash3(geometry: CacheGeometry) -> AttentionBackend:
 BACKENDS = {"flash2": (flash2, 256), "flash3": (flash3, 16), "triton": (TritonAttention, 16)}
 
 
-def geometry_of(block_size: int, kv_heads: int, planes: tuple[int, ...]) -> CacheGeometry:
+def geometry_of(
+    block_size: int, kv_heads: int, planes: tuple[int, ...], windows: tuple[int, ...] = ()
+) -> CacheGeometry:
     blocks = 1 + MAX_BLOCKS * SEQUENCES
-    return CacheGeometry(blocks, block_size, 4, kv_heads, 24, planes, torch.bfloat16, torch.device("cpu"))
+    return CacheGeometry(blocks, block_size, 4, kv_heads, 24, planes, torch.bfloat16, torch.device("cpu"), windows)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("kv_heads", "planes"), [(4, (1, 3)), (2, (2, 1))])
-def test_backend_equals_oracle(name: str, kv_heads: int, planes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "planes", "windows"), [(4, (1, 3), ()), (2, (2, 1), ()), (2, (1, 3), (6, 19)), (4, (1, 2), (0, 1))]
+)
+def test_backend_equals_oracle(name: str, kv_heads: int, planes: tuple[int, ...], windows: tuple[int, ...]) -> None:
     """Two prefill chunks a sequence (the second behind a cached prefix, across block borders) into every plane, plane
     copies, then decode rows at different planes with a padding row: outputs equal the oracle's. Random K/V differ
     between planes and layers, so a wrong plane, block or alignment shows."""
     torch.manual_seed(kv_heads)
     make: Callable[[CacheGeometry], AttentionBackend] = BACKENDS[name][0]
-    geometry = geometry_of(BACKENDS[name][1], kv_heads, planes)
+    geometry = geometry_of(BACKENDS[name][1], kv_heads, planes, windows)
     tested, oracle = make(geometry), SdpaAttention(geometry)
     tables = shuffled_tables()
     size = geometry.block_size

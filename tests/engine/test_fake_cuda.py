@@ -22,7 +22,7 @@ from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
 from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.slots import SlotState
 from fakes.fake_cuda import fake_cuda
-from reference.oracle import HUGINN, OURO, RETROFITTED
+from reference.oracle import DORY, HUGINN, NANBEIGE, OURO, RETROFITTED
 
 CUDA = torch.device("cuda")
 BUCKET = 8
@@ -30,6 +30,8 @@ MODELS = [
     pytest.param(OURO, id="ouro"),
     pytest.param(HUGINN, id="huginn"),
     pytest.param(RETROFITTED[0], id="retrofitted"),
+    pytest.param(NANBEIGE, id="nanbeige"),
+    pytest.param(DORY, id="dory"),
 ]
 
 
@@ -46,6 +48,7 @@ def fake_stages(model_dir: Path, layout: KVLayout, lanes: int) -> Stages:
         planes=spec.planes_per_layer(layout),
         dtype=spec.dtype,
         device=CUDA,
+        windows=spec.windows,
     )
     return Stages(model, SdpaAttention(geometry), SlotState(8, 4, spec, CUDA, lanes), layout)
 

@@ -14,13 +14,14 @@ from depthbatch.common.messages import RequestParams
 from depthbatch.worker.layers import ops
 from depthbatch.worker.layers.cpu.library import MODE_VARIABLE, cpu_kernels
 from fakes.lockstep import LockstepEngine
-from reference.oracle import NANBEIGE, R_MAX, RETROFITTED, compare, prompts_of
+from reference.oracle import DORY, NANBEIGE, R_MAX, RETROFITTED, compare, prompts_of
 
 PUBLISHED_LOOPS = 8
 OUTPUTS = 10
 RECURRENT_LAYOUTS = (("depth_indexed", "greedy_depth_indexed"), ("single", "greedy_single"))
 PUBLISHED = [(model, layout, key, PUBLISHED_LOOPS) for model in RETROFITTED for layout, key in RECURRENT_LAYOUTS]
-FULL_DEPTH = [(NANBEIGE, "depth_indexed", "greedy_full_depth", 2)]
+FULL_DEPTH = [(model, "depth_indexed", "greedy_full_depth", 2) for model in (NANBEIGE, DORY)]
+LAST_LOOP = [(DORY, "single", "greedy_single", 2)]
 BACKENDS = {"c": None, "portable": None, "torch": "sdpa"}
 
 
@@ -40,7 +41,9 @@ def engine(model: Path, layout: str, backend: str | None = None, **options: obje
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "key", "loops"), PUBLISHED + FULL_DEPTH, ids=lambda value: getattr(value, "name", None)
+    ("model", "layout", "key", "loops"),
+    PUBLISHED + FULL_DEPTH + LAST_LOOP,
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_greedy_tokens_are_the_published_ones(model: Path, layout: str, key: str, loops: int, kernels: str) -> None:
     """All four prompts in one batch. The smallest gap on these paths is 0.0028, so a wrong plane or norm shows."""

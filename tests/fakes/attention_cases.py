@@ -46,6 +46,7 @@ def geometries(draw: st.DrawFn) -> CacheGeometry:
         planes=(1, draw(st.integers(1, 4))),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         device=CPU,
+        windows=draw(st.sampled_from([(), (0, 5), (17, 1), (33, 20)])),
     )
 
 

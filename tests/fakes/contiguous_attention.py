@@ -26,8 +26,8 @@ class ContiguousMemory:
         self.spec, self.layout = spec, layout
         self.planes = spec.planes_per_layer(layout)
         shapes = [(n, sequences, capacity, spec.num_kv_heads, spec.head_dim) for n in self.planes]
-        self.keys = [torch.full(shape, torch.nan) for shape in shapes]
-        self.values = [torch.full(shape, torch.nan) for shape in shapes]
+        self.keys = [torch.full(shape, torch.nan, dtype=spec.dtype) for shape in shapes]
+        self.values = [torch.full(shape, torch.nan, dtype=spec.dtype) for shape in shapes]
 
     def rows(self, rows: list[Row]) -> "ContiguousAttention":
         return ContiguousAttention(self, rows)
@@ -60,7 +60,9 @@ class ContiguousAttention:
             values[plane, row.sequence, row.position] = v[i]
         out = []
         for i, (row, plane) in enumerate(zip(self.rows, planes, strict=True)):
-            context = (plane, row.sequence, slice(0, row.position + 1))
+            windows = self.memory.spec.windows
+            first = max(0, row.position + 1 - windows[layer]) if windows and windows[layer] else 0
+            context = (plane, row.sequence, slice(first, row.position + 1))
             out.append(
                 torch.nn.functional.scaled_dot_product_attention(
                     q[i][None, :, None],

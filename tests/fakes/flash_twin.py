@@ -21,7 +21,13 @@ def _check(q: Tensor, k_cache: Tensor, table: Tensor, page_multiple: int, *int32
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, contexts: list[int], lengths: list[int]
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    contexts: list[int],
+    lengths: list[int],
+    window_size: tuple[int, int],
 ) -> Tensor:
     """Packed q [N, H, Dh], causal from the end of each context."""
     outs, begin = [], 0
@@ -30,7 +36,10 @@ def _attend(
         group = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[begin : begin + length].float(), k) * q.shape[-1] ** -0.5
-        hidden = torch.ones(length, context, dtype=torch.bool).tril(context - length).logical_not()
+        seen = torch.ones(length, context, dtype=torch.bool).tril(context - length)
+        if window_size[0] >= 0:
+            seen = seen.triu(context - length - window_size[0])
+        hidden = seen.logical_not()
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
         begin += length
@@ -38,7 +47,14 @@ def _attend(
 
 
 def flash2_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, block_table: Tensor, causal: bool
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """flash_attn.flash_attn_with_kvcache, the arguments we use: q [B, 1, H, Dh]."""
     _check(q, k_cache, block_table, 256, cache_seqlens)
@@ -46,7 +62,7 @@ def flash2_with_kvcache(
     if isinstance(q, FakeTensor):
         return torch.empty_like(q)
     contexts = cache_seqlens.tolist()
-    return _attend(q.squeeze(1), k_cache, v_cache, block_table, contexts, [1] * len(contexts)).unsqueeze(1)
+    return _attend(q.squeeze(1), k_cache, v_cache, block_table, contexts, [1] * len(contexts), window_size).unsqueeze(1)
 
 
 def flash2_varlen(
@@ -60,6 +76,7 @@ def flash2_varlen(
     max_seqlen_k: int,
     causal: bool,
     block_table: Tensor,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """flash_attn.flash_attn_varlen_func with paged keys."""
     _check(q, k, block_table, 256, cu_seqlens_q, cu_seqlens_k)
@@ -68,7 +85,7 @@ def flash2_varlen(
         return torch.empty_like(q)
     lengths, contexts = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert causal and max(lengths) <= max_seqlen_q and max(contexts) <= max_seqlen_k and sum(lengths) == q.shape[0]
-    return _attend(q, k, v, block_table, contexts, lengths)
+    return _attend(q, k, v, block_table, contexts, lengths, window_size)
 
 
 def flash3_with_kvcache(
@@ -81,6 +98,7 @@ def flash3_with_kvcache(
     causal: bool,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """flash_attn_interface.flash_attn_with_kvcache: q [B, 1, H, Dh], or packed [N, H, Dh] with cu_seqlens_q."""
     _check(q, k_cache, page_table, 1, cache_seqlens)
@@ -90,7 +108,9 @@ def flash3_with_kvcache(
         return torch.empty_like(q)
     contexts = cache_seqlens.tolist()
     if cu_seqlens_q is None:
-        return _attend(q.squeeze(1), k_cache, v_cache, page_table, contexts, [1] * len(contexts)).unsqueeze(1)
+        return _attend(
+            q.squeeze(1), k_cache, v_cache, page_table, contexts, [1] * len(contexts), window_size
+        ).unsqueeze(1)
     lengths = cu_seqlens_q.diff().tolist()
     assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q is not None and max(lengths) <= max_seqlen_q
-    return _attend(q, k_cache, v_cache, page_table, contexts, lengths)
+    return _attend(q, k_cache, v_cache, page_table, contexts, lengths, window_size)

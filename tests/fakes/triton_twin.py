@@ -43,14 +43,19 @@ def append_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Deco
         cache.view(-1, *cache.shape[2:]).index_copy_(0, flat, value)
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeRows, num_planes: int) -> Tensor:
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeRows, num_planes: int, window: int
+) -> Tensor:
     _check(rows, num_planes, (q,), (k_cache, v_cache))
     blocks = _physical(rows, num_planes)
     keys, values = (
         cache.index_select(0, blocks.flatten()).view(len(q), -1, *cache.shape[2:]).transpose(1, 2)
         for cache in (k_cache, v_cache)
     )  # [B, Hkv, T, Dh]
-    seen = torch.arange(keys.shape[2], device=q.device) <= rows.positions.unsqueeze(1)
+    places = torch.arange(keys.shape[2], device=q.device)
+    seen = places <= rows.positions.unsqueeze(1)
+    if window:
+        seen &= places > rows.positions.unsqueeze(1) - window
     values = torch.where(seen[:, None, :, None], values, 0.0)  # unwritten memory may hold anything
     grouped = q.shape[1] != k_cache.shape[2]
     out = F.scaled_dot_product_attention(

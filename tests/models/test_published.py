@@ -97,3 +97,9 @@ def test_nanbeige_logits(key: str, skips: bool, tmp_path: Path) -> None:
     model_dir = write_checkpoint(tmp_path, config, load_file(source / "model.safetensors"))
     published = Published("nanbeige-tiny", model_dir, r_max=4)
     published.check_depths(published.prelude(), key, published.values["loops"].tolist())
+
+
+def test_dory_logits() -> None:
+    """One to four loops; prompts of 33 and 64 tokens are longer than the window of 12, so a layer that forgets it shows."""
+    published = Published("dory-tiny", r_max=4)
+    published.check_depths(published.prelude(), "logits", published.values["loops"].tolist())

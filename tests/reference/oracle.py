@@ -15,11 +15,11 @@ from reference.decoding import Result
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 OURO, HUGINN = FIDELITY / "ouro-tiny", FIDELITY / "huginn-tiny"
 RETROFITTED = tuple(FIDELITY / f"retro-{base}-tiny" for base in ("llama", "tinyllama", "olmo"))
-NANBEIGE = FIDELITY / "nanbeige-tiny"
+NANBEIGE, DORY = FIDELITY / "nanbeige-tiny", FIDELITY / "dory-tiny"
 REFERENCES = {OURO: ouro, HUGINN: huginn} | dict.fromkeys(RETROFITTED, retrofitted)
 
 
-R_MAX = {OURO: 4, HUGINN: 5, NANBEIGE: 2} | dict.fromkeys(
+R_MAX = {OURO: 4, HUGINN: 5, NANBEIGE: 2, DORY: 2} | dict.fromkeys(
     RETROFITTED, 5
 )  # Huginn's own is 8: shorter here, to keep the tests short
 NEAR_TIE = 2e-4  # logits; engine and reference round differently by up to 5e-5

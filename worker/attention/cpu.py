@@ -52,7 +52,7 @@ class CpuAttention(AttentionBackend):
         ] = {}  # by id; the stack is kept, so ids stay unique
         self._copy_planes = kernels.copy_planes
         self._layers = (LayerArgs * len(geometry.planes))(
-            *map(self._layer_args, geometry.planes, self.k_cache, self.v_cache)
+            *map(self._layer_args, range(len(geometry.planes)), geometry.planes, self.k_cache, self.v_cache)
         )
         self._layer_addresses = [
             ctypes.addressof(self._layers) + i * ctypes.sizeof(LayerArgs) for i in range(len(geometry.planes))
@@ -120,7 +120,7 @@ class CpuAttention(AttentionBackend):
             self.geometry.dtype.itemsize,
         )
 
-    def _layer_args(self, planes: int, k_cache: Tensor, v_cache: Tensor) -> LayerArgs:
+    def _layer_args(self, layer: int, planes: int, k_cache: Tensor, v_cache: Tensor) -> LayerArgs:
         g = self.geometry
         return LayerArgs(
             k_cache=k_cache.data_ptr(),
@@ -130,6 +130,7 @@ class CpuAttention(AttentionBackend):
             num_kv_heads=g.num_kv_heads,
             head_dim=g.head_dim,
             block_size=g.block_size,
+            window=g.window(layer),
             scale=g.head_dim**-0.5,
         )
 

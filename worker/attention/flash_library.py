@@ -24,11 +24,18 @@ class FlashLibrary(Protocol):
         """Tokens a page."""
         ...
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor) -> Tensor:
-        """q [B, H, Dh], contexts int32 [B] (tokens to attend to), table [B, max_blocks] -> [B, H, Dh]."""
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor, window: int
+    ) -> Tensor:
+        """q [B, H, Dh], contexts int32 [B] (tokens to attend to), table [B, max_blocks] -> [B, H, Dh].
+
+        window: the last tokens that a query sees, itself included; 0: all.
+        """
         ...
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor) -> Tensor:
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor, window: int
+    ) -> Tensor:
         """q [N, H, Dh] packed by rows.cu_lengths, table [n_seqs, max_blocks] -> [N, H, Dh]."""
         ...
 
@@ -40,13 +47,23 @@ class FlashAttention2(NamedTuple):
     varlen: Callable[..., Any]
     block_size: int = 256
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor) -> Tensor:
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor, window: int
+    ) -> Tensor:
         out: Tensor = self.with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=contexts, block_table=table, causal=True
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=contexts,
+            block_table=table,
+            causal=True,
+            window_size=window_size(window),
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor) -> Tensor:
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor, window: int
+    ) -> Tensor:
         out: Tensor = self.varlen(
             q,
             k_cache,
@@ -57,6 +74,7 @@ class FlashAttention2(NamedTuple):
             max_seqlen_k=max(s + n for s, n in zip(rows.starts_host, rows.lengths_host, strict=True)),
             causal=True,
             block_table=table,
+            window_size=window_size(window),
         )
         return out
 
@@ -67,13 +85,23 @@ class FlashAttention3(NamedTuple):
     with_kvcache: Callable[..., Any]
     block_size: int = 16
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor) -> Tensor:
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor, window: int
+    ) -> Tensor:
         out: Tensor = self.with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=contexts, page_table=table, causal=True
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=contexts,
+            page_table=table,
+            causal=True,
+            window_size=window_size(window),
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor) -> Tensor:
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor, window: int
+    ) -> Tensor:
         out: Tensor = self.with_kvcache(
             q,
             k_cache,
@@ -83,8 +111,14 @@ class FlashAttention3(NamedTuple):
             cu_seqlens_q=rows.cu_lengths,
             max_seqlen_q=max(rows.lengths_host),
             causal=True,
+            window_size=window_size(window),
         )
         return out
+
+
+def window_size(window: int) -> tuple[int, int]:
+    """Keys to the left and right of the query's own, as the libraries count them; -1: all."""
+    return (window - 1, 0) if window else (-1, -1)
 
 
 def context_offsets(rows: PrefillRows) -> Tensor:

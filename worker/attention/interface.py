@@ -27,6 +27,11 @@ class CacheGeometry(NamedTuple):
     planes: tuple[int, ...]  # per cache layer
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int, ...] = ()  # per cache layer, tokens a query sees, itself included; 0 or no entry: all
+
+    def window(self, layer: int) -> int:
+        """Tokens that a query of the layer sees; 0: all up to its own."""
+        return self.windows[layer] if layer < len(self.windows) else 0
 
 
 class DecodeRows(NamedTuple):

@@ -118,11 +118,15 @@ class FlashAttention(PagedAttention):
 
     def _attend_decode(self, layer: int, q: Tensor, rows: DecodeRows) -> Tensor:
         table = self._physical_table(rows, self.geometry.planes[layer])
-        return self._library.decode(q, self.k_cache[layer], self.v_cache[layer], rows.positions + 1, table)
+        return self._library.decode(
+            q, self.k_cache[layer], self.v_cache[layer], rows.positions + 1, table, self.geometry.window(layer)
+        )
 
     def _attend_prefill(self, layer: int, q: Tensor, rows: PrefillRows) -> Tensor:
         table = self._physical_table(rows, self.geometry.planes[layer])
-        return self._library.prefill(q, self.k_cache[layer], self.v_cache[layer], rows, table)
+        return self._library.prefill(
+            q, self.k_cache[layer], self.v_cache[layer], rows, table, self.geometry.window(layer)
+        )
 
 
 class TritonAttention(PagedAttention):
@@ -141,11 +145,18 @@ class TritonAttention(PagedAttention):
             rows = rows._replace(planes=torch.zeros_like(rows.planes))
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
         self._kernels.append_kv(k, v, k_cache, v_cache, rows, num_planes)
-        return self._kernels.decode_attention(q, k_cache, v_cache, rows, num_planes).flatten(1)
+        return self._kernels.decode_attention(
+            q, k_cache, v_cache, rows, num_planes, self.geometry.window(layer)
+        ).flatten(1)
 
     def _attend_decode(self, layer: int, q: Tensor, rows: DecodeRows) -> Tensor:
         return self._kernels.decode_attention(
-            q, self.k_cache[layer], self.v_cache[layer], rows, self.geometry.planes[layer]
+            q,
+            self.k_cache[layer],
+            self.v_cache[layer],
+            rows,
+            self.geometry.planes[layer],
+            self.geometry.window(layer),
         )
 
     def _attend_prefill(self, layer: int, q: Tensor, rows: PrefillRows) -> Tensor:
@@ -160,7 +171,13 @@ class TritonAttention(PagedAttention):
                 for cache in (self.k_cache, self.v_cache)
             )  # each [1, Hkv, context, Dh]
             query = q[begin : begin + length].transpose(0, 1).unsqueeze(0)
-            bias = causal_lower_right(length, context) if start else None
+            bias: Tensor | None = None
+            if window := self.geometry.window(layer):
+                bias = (
+                    torch.ones(length, context, dtype=torch.bool, device=q.device).tril(start).triu(start - window + 1)
+                )
+            elif start:
+                bias = causal_lower_right(length, context)
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
             )

@@ -28,7 +28,10 @@ class SdpaAttention(AttentionBackend):
         keys, values = (
             self._gather(cache[layer], layer, tables, rows.planes) for cache in (self.k_cache, self.v_cache)
         )
-        visible = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]  # [B, T]
+        places = torch.arange(keys.shape[2], device=q.device)
+        visible = places <= positions[:, None]  # [B, T]
+        if window := self.geometry.window(layer):
+            visible &= places > positions[:, None] - window
         out = F.scaled_dot_product_attention(
             q.unsqueeze(2), keys, values, attn_mask=visible[:, None, None], enable_gqa=self._grouped
         )
@@ -50,6 +53,8 @@ class SdpaAttention(AttentionBackend):
                 for cache in (self.k_cache, self.v_cache)
             )
             mask = torch.ones(length, start + length, dtype=torch.bool, device=q.device).tril(start)
+            if window := self.geometry.window(layer):
+                mask = mask.triu(start - window + 1)
             query = q[begin : begin + length].transpose(0, 1).unsqueeze(0)  # [1, H, L, Dh]
             attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=self._grouped)
             out[begin : begin + length] = attended[0].transpose(0, 1).reshape(length, -1)

@@ -42,7 +42,7 @@ def _append(
 @triton.jit
 def _partial(
     q, k_cache, v_cache, slots, positions, planes, block_tables, part_out, part_max, part_sum,
-    q_stride, table_stride, num_planes, scale,
+    q_stride, table_stride, num_planes, window, scale,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,9 @@ def _partial(
     context = tl.load(positions + row) + 1
     blocks = tl.cdiv(context, BLOCK_SIZE)
     share = tl.cdiv(blocks, SPLITS)
-    first, end = split * share, tl.minimum(split * share + share, blocks)
+    unseen = tl.where(window > 0, tl.maximum(context - window, 0), 0)  # tokens before the window
+    first = tl.maximum(split * share, unseen // BLOCK_SIZE)
+    end = tl.minimum(split * share + share, blocks)
 
     dims = tl.arange(0, DIM_PAD)
     members = tl.arange(0, GROUP_PAD)
@@ -71,7 +73,7 @@ def _partial(
         index = base + (offsets[:, None] * HEADS + kv_head) * DIM + dims[None, :]
         k_tile = tl.load(k_cache + index, mask=live_dims[None, :], other=0.0).to(tl.float32)  # [block, Dh]
         v_tile = tl.load(v_cache + index, mask=live_dims[None, :], other=0.0).to(tl.float32)
-        seen = j * BLOCK_SIZE + offsets < context
+        seen = (j * BLOCK_SIZE + offsets < context) & (j * BLOCK_SIZE + offsets >= unseen)
         scores = tl.sum(q_rows[:, None, :] * k_tile[None, :, :], axis=2)  # [G, block]
         scores = tl.where(seen[None, :], scores, -1e30)
         v_tile = tl.where(seen[:, None], v_tile, 0.0)  # unwritten memory may hold NaN
@@ -118,9 +120,12 @@ def append_kv(
 
 
 def decode_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: DecodeRows, num_planes: int
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: DecodeRows, num_planes: int, window: int
 ) -> torch.Tensor:
-    """q [B, H, Dh] attends to positions 0..position of its row -> [B, H, Dh] in q's dtype, fp32 inside."""
+    """q [B, H, Dh] attends to positions 0..position of its row -> [B, H, Dh] in q's dtype, fp32 inside.
+
+    window: the last of them that are seen, its own included; 0: all.
+    """
     batch, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, dim_pad = num_heads // kv_heads, triton.next_power_of_2(dim)
@@ -131,7 +136,7 @@ def decode_attention(
     q = heads_together(q)
     _partial[(batch, kv_heads, SPLITS)](
         q, k_cache, v_cache, rows.slots, rows.positions, rows.planes, rows.block_tables,
-        part_out, part_max, part_sum, q.stride(0), rows.block_tables.stride(0), num_planes, dim**-0.5,
+        part_out, part_max, part_sum, q.stride(0), rows.block_tables.stride(0), num_planes, window, dim**-0.5,
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
         DIM=dim, DIM_PAD=dim_pad, SPLITS=SPLITS,
     )  # fmt: skip

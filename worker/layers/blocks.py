@@ -19,7 +19,8 @@ class AttentionContext(Protocol):
     """The attention of the stage that is running, bound to its rows.
 
     Writes k, v of the N rows to the cache of ``layer`` at their positions (in the plane their loop uses), then attends
-    causally to everything the row's sequence holds up to its own position, scaled by head_dim ** -0.5.
+    causally to everything the row's sequence holds up to its own position (in a layer with a window, to the last of it),
+    scaled by head_dim ** -0.5.
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

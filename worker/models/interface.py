@@ -43,6 +43,7 @@ class ModelSpec:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    windows: tuple[int, ...] = ()  # by cache layer, tokens a query sees, itself included; 0 or no entry: all
 
     def planes_per_layer(self, layout: KVLayout) -> tuple[int, ...]:
         """Planes of every cache layer: 1 outside the core, S inside."""

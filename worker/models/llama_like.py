@@ -158,7 +158,25 @@ class Weights:
     final_norm: torch.Tensor  # [D]
 
 
-class StackedModel:
+class GatelessModel:
+    """The gates of a model that has none."""
+
+    spec: ModelSpec
+
+    def gate_logit(self, item: WorkItem) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} has no trained gate")
+
+    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} has no lookahead gate")
+
+    def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} has no pre-loop gate")
+
+    def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
+        raise NotImplementedError(f"{self.spec.architecture} does not decide exits by convergence")
+
+
+class StackedModel(GatelessModel):
     """LoopedModel with the work item (h,): embedding and prelude blocks, core blocks, coda blocks, head."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, rotary: RotaryTable) -> None:
@@ -184,18 +202,6 @@ class StackedModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] -> fp32 [N, V]."""
         return self.weights.head(hidden).float()
-
-    def gate_logit(self, item: WorkItem) -> torch.Tensor:
-        raise NotImplementedError(f"{self.spec.architecture} has no trained gate")
-
-    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
-        raise NotImplementedError(f"{self.spec.architecture} has no lookahead gate")
-
-    def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError(f"{self.spec.architecture} has no pre-loop gate")
-
-    def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
-        raise NotImplementedError(f"{self.spec.architecture} does not decide exits by convergence")
 
 
 class LlamaLikeFamily(ABC):

@@ -58,12 +58,14 @@ def gate_step(
     """Which rows fire that ran ``loops`` [N] and went from item ``before`` to ``after``; kind int32 [N] of Gate.
 
     A model has either a hazard gate (OWN, DELAYED and, with a trained head, LOOKAHEAD use it) or a convergence test
-    (OWN, DELAYED and CONVERGENCE use it). Rows whose gate does not decide on the device never fire.
+    (OWN, DELAYED and CONVERGENCE use it), or none. Rows whose gate does not decide on the device never fire.
     """
     own = (kind == Gate.OWN) | (kind == Gate.DELAYED)
     if Gate.CONVERGENCE in model.spec.gates:
         fires = convergence_fires(model.convergence(before, after), threshold, loops)
         return GateStep((fires & (own | (kind == Gate.CONVERGENCE))).to(torch.uint8), hazard)
+    if Gate.OWN not in model.spec.gates:
+        return GateStep(torch.zeros_like(kind, dtype=torch.uint8), hazard)
     logit = model.gate_logit(after)
     decides = own
     if Gate.LOOKAHEAD in model.spec.gates:

@@ -8,6 +8,7 @@
 typedef struct {
     void *k_cache, *v_cache;
     int32_t planes, num_heads, num_kv_heads, head_dim, block_size;
+    int32_t window; /* tokens a query sees, itself included; 0: all */
     float scale;
 } LayerArgs;
 

@@ -126,13 +126,13 @@ INLINE void NAME(accumulate)(float *acc, vf weights, const T *v, const T *next, 
     }
 }
 
-/* One tile of n tokens for one query: online softmax. next_k, next_v: the same place in the next block. */
+/* Tokens first .. n - 1 of one tile for one query: online softmax. next_k, next_v: the same place in the next block. */
 INLINE void NAME(tile)(
-    const T *q, float *acc, float *m, float *l, const T *k, const T *v, const T *next_k, const T *next_v, int n, int dh,
-    float scale
+    const T *q, float *acc, float *m, float *l, const T *k, const T *v, const T *next_k, const T *next_v, int first, int n,
+    int dh, float scale
 ) {
     static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vi valid = load_f32(lane) < (float)n;
+    vi valid = (load_f32(lane) < (float)n) & (load_f32(lane) >= (float)first);
     vf s = blend(valid, NAME(scores)(q, k, next_k, n, dh) * scale, splat(-INFINITY));
     float top = hmax(s);
     if (top > *m) {
@@ -251,8 +251,10 @@ INLINE void NAME(attend_run)(
     };
     NAME(start_run)(layer, call, &run, row, count, head, num_heads);
     const int64_t first = rows->positions[row], last = first + count - 1, size = layer->block_size;
-    int64_t next_block = tile_offset(layer, physical_block(layer, rows, row, 0), head);
-    for (int64_t start = 0; start <= last; start += size) {
+    const int64_t unseen = layer->window && first >= layer->window ? first + 1 - layer->window : 0; /* by the first row */
+    const int64_t begin = unseen / size * size;
+    int64_t next_block = tile_offset(layer, physical_block(layer, rows, row, begin / size), head);
+    for (int64_t start = begin; start <= last; start += size) {
         const int64_t block = next_block;
         if (start + size <= last) {
             next_block = tile_offset(layer, physical_block(layer, rows, row, start / size + 1), head);
@@ -267,11 +269,14 @@ INLINE void NAME(attend_run)(
                     if (n <= 0) continue;
                     n = n > TILE ? TILE : n;
                     n = n > size - t ? size - t : n;
+                    int64_t from = layer->window ? first + c + 1 - layer->window - (start + t) : 0;
+                    if (from >= n) continue;
+                    from = from < 0 ? 0 : from;
                     for (int i = (h * count + c) * group; i < (h * count + c + 1) * group; i++)
                         NAME(tile)(
                             run.q + i * dh, run.acc + i * dh, run.m + i, run.l + i, (const T *)layer->k_cache + at,
                             (const T *)layer->v_cache + at, (const T *)layer->k_cache + next,
-                            (const T *)layer->v_cache + next, (int)n, dh, layer->scale
+                            (const T *)layer->v_cache + next, (int)from, (int)n, dh, layer->scale
                         );
                 }
             }

@@ -50,7 +50,7 @@ INLINE size_t lanes_scratch(int dh) { return (size_t)dh / 2 * 64 + (size_t)dh * 
 /* Whether runs of this layer fit the lanes. */
 INLINE int fits_lanes(const LayerArgs *layer) {
     const int group = layer->num_heads / layer->num_kv_heads;
-    return layer->head_dim % 32 == 0 && layer->block_size % TILE == 0 && LANES % group == 0;
+    return !layer->window && layer->head_dim % 32 == 0 && layer->block_size % TILE == 0 && LANES % group == 0;
 }
 
 /* Lane c * group + g holds row `row + c`, query head g of kv head `head`; lanes beyond repeat the last row's position. */

@@ -18,6 +18,7 @@ class LayerArgs(ctypes.Structure):
         ("num_kv_heads", I32),
         ("head_dim", I32),
         ("block_size", I32),
+        ("window", I32),
         ("scale", F32),
     ]
 
