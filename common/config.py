@@ -142,7 +142,7 @@ class EngineConfig(Options, frozen=True):
     )
     device: Annotated[str, option("auto, cpu, cuda or simulated:PROFILE.json")] = "auto"
     dtype: Annotated[
-        str, option("dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16"))
+        str, option("dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
     ] = "auto"
     policy: Annotated[
         str, option("how stages are ordered; auto learns when from measured costs and exits", POLICIES)

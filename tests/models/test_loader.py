@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.worker.models.checkpoint import INDEX_NAME
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import TensorTable
 from depthbatch.worker.models.loader import load_model, read_spec
 from depthbatch.worker.models.registry import find_family
 from fakes.checkpoints import FIDELITY, HUGINN_TINY, OURO_TINY, make_tensors, tiny_config, write_checkpoint
+from fakes.model_batch import Batch
 
 OURO_1_4B = {
     **json.loads((OURO_TINY / "config.json").read_text()),
@@ -181,6 +184,27 @@ def test_retrofitted_models_take_the_tokenizers_stop_tokens(tmp_path: Path) -> N
     assert (spec.vocab_size, spec.max_positions, spec.num_kv_heads) == (128256, 131072, 8)
 
 
+def test_dory_is_read_by_either_set_of_keys(tmp_path: Path) -> None:
+    """The keys of transformers, those of vLLM and llama.cpp, or both: the same model, in layers of both halves."""
+    ours = ("layer_types", "rope_parameters", "sliding_window", "initializer_range", "head_dim")
+    others = ("hybrid_layer_pattern", "rope_theta", "rope_theta_2", "rope_profile_layers", "swa_window_size")
+    others += ("init_method_std", "attention_head_dim", "swa_head_dim")
+    specs, states = [], []
+    for index, dropped in enumerate(((), ours, others)):
+        config = tiny_config(FIDELITY / "dory-tiny", **dict.fromkeys(dropped))
+        model: Any = load_model(config_only(tmp_path / str(index), config), load_format="dummy")
+        specs.append(model.spec)
+        at = torch.tensor([9])
+        states.append([model._rotary[slides].at(at).cos for slides in (True, False)])
+    assert specs[0] == specs[1] == specs[2]
+    assert specs[0].windows == (12, 12, 12, 0, 12, 12)
+    assert (specs[0].prelude_layers, specs[0].core_layers, specs[0].coda_layers, specs[0].head_dim) == (2, 2, 2, 16)
+    assert all(torch.equal(a, b) for other in states[1:] for a, b in zip(states[0], other, strict=True))
+    config = tiny_config(FIDELITY / "dory-tiny", recurrent_kv_cache_mode="last_loop")
+    spec = read_spec(config_only(tmp_path / "last", config), load_format="dummy")
+    assert (spec.default_layout, specs[0].default_layout) == (KVLayout.SINGLE, KVLayout.DEPTH_INDEXED)
+
+
 def test_nanbeige_loop_counts(tmp_path: Path) -> None:
     """Missing is one; weights of a loop loss decide where there are any; positions and head_dim are the config's own."""
     for changes, loops in (({}, 2), ({"num_loops": None}, 1), ({"loop_loss_weights": [0.1, 0.2]}, 3)):
@@ -208,6 +232,53 @@ def test_rotary_fields_that_are_not_honoured_are_refused() -> None:
         config = ConfigReader(tiny_config(OURO_TINY, rope_parameters=inner), "config.json")
         with pytest.raises(ModelError, match="is not supported"):
             config.rope("rope_theta", interleaved=False)
+
+
+def test_the_index_decides_where_a_tensor_is(tmp_path: Path) -> None:
+    """Shards that hold a stale copy of another shard's tensor are common after merges: the copy must not win, nor fail."""
+    config = tiny_config(OURO_TINY)
+    tensors = make_tensors(config)
+    write_checkpoint(tmp_path, config, tensors, shards=2)
+    index = json.loads((tmp_path / INDEX_NAME).read_text())["weight_map"]
+    name = "model.norm.weight"
+    (other,) = set(index.values()) - {index[name]}
+    stale = load_file(tmp_path / other) | {name: tensors[name] + 1, "of.nothing": torch.ones(2)}
+    save_file(stale, tmp_path / other)
+    model: Any = load_model(str(tmp_path))
+    assert torch.equal(model.weights.final_norm, tensors[name])
+    save_file({k: v for k, v in load_file(tmp_path / index[name]).items() if k != name}, tmp_path / index[name])
+    with pytest.raises(ModelError, match=rf"says that tensor '{name}' is in {index[name]}, which does not hold it"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "weights.safetensors"])
+def test_files_beside_the_model_are_not_part_of_it(name: str, tmp_path: Path) -> None:
+    """Training leaves its state in the same folder, publishers a second format, file managers hidden copies."""
+    write_checkpoint(tmp_path, tiny_config(OURO_TINY))
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    for other in ("optimizer.safetensors", "adapter_model.safetensors", "consolidated.safetensors", "._x.safetensors"):
+        save_file({"of.another": torch.ones(2)}, tmp_path / other)
+    if name == "model.safetensors":
+        save_file({"of.another": torch.ones(2)}, tmp_path / "anything.safetensors")
+    assert load_model(str(tmp_path)).spec.architecture == "ouro"
+
+
+@pytest.mark.parametrize("source", [OURO_TINY, HUGINN_TINY, FIDELITY / "retro-olmo-tiny", FIDELITY / "dory-tiny"])
+def test_float16(source: Path, tmp_path: Path) -> None:
+    """Stored and asked for: weights, states and K/V are fp16, logits are closer to fp32's than bf16's are."""
+    prompts = [[5, 17, 25, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 77]]
+    wide = Batch(load_model(str(source)), KVLayout.DEPTH_INDEXED, 2).prefill(prompts)
+    coarse = Batch(load_model(str(source), dtype="bfloat16"), KVLayout.DEPTH_INDEXED, 2).prefill(prompts)
+    limit = (coarse - wide).abs().max()
+    config = tiny_config(source, torch_dtype="float16", dtype="float16")
+    halves = {name: tensor.half() for name, tensor in load_file(source / "model.safetensors").items()}
+    stored = load_model(str(write_checkpoint(tmp_path, config, halves)))
+    asked = load_model(str(source), dtype="float16")
+    for model in (stored, asked):
+        assert model.spec.dtype is torch.float16
+        narrow = Batch(model, KVLayout.DEPTH_INDEXED, 2).prefill(prompts)
+        assert narrow.dtype is torch.float32
+        assert 0 < (narrow - wide).abs().max() < limit / 2
 
 
 def test_dtype_auto_follows_config_then_checkpoint(tmp_path: Path) -> None:
@@ -272,7 +343,7 @@ OURO_ERRORS: dict[str, tuple[Breaker, str]] = {
     "activation": (edit_config(hidden_act="gelu"), "'hidden_act' = 'gelu' is not supported"),
     "sliding window": (edit_config(layer_types=["sliding_attention"]), "'layer_types' holds"),
     "eos": (edit_config(eos_token_id=300), "field 'eos_token_id' must hold token ids below 300"),
-    "float16": (edit_config(torch_dtype="float16"), "dtype 'float16' is not supported"),
+    "float64": (edit_config(torch_dtype="float64"), "dtype 'float64' is not supported"),
     "unknown": (edit_config(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "unknown architecture: .*'gpt2'"),
     "no weights": (remove("model.safetensors"), r"has no \*\.safetensors"),
     "empty weights": (text("model.safetensors", ""), r"model\.safetensors: cannot be read as safetensors"),
@@ -347,7 +418,27 @@ NANBEIGE_ERRORS: dict[str, tuple[Breaker, str]] = {
         "hidden_act": "gelu",
     }.items()
 } | {"scaling": (edit_config(rope_scaling={"type": "yarn"}), "'rope_scaling' of type 'yarn' is not supported")}
+DORY_ERRORS: dict[str, tuple[Breaker, str]] = {
+    "two windows": (edit_config(swa_window_size=13), "'sliding_window' = 12 and 'swa_window_size' = 13 contradict"),
+    "two patterns": (edit_config(hybrid_layer_pattern="*-S-S-*-S-S-"), "'hybrid_layer_pattern'"),
+    "an attention pair": (
+        edit_config(layer_types=None, hybrid_layer_pattern="SSS-S-*-S-S-"),
+        "are not attention and MLP in turn",
+    ),
+    "layer counts": (edit_config(n_input_layers=3), "do not divide the layers"),
+    "final norm": (edit_config(ngpt_enable_final_norm=True), "'ngpt_enable_final_norm' = True is not supported"),
+    "version": (edit_config(dory_format_version=2), "'dory_format_version' = 2 is not supported"),
+    "no rope": (edit_config(no_rope_layers=[1] + [0] * 11), "'no_rope_layers' names layers"),
+    "other heads": (edit_config(swa_num_attention_heads=8), "'swa_num_attention_heads' = 8 is not supported"),
+    "transform": (edit_config(input_transform="replace"), "'input_transform' = 'replace' is not supported"),
+    "cache mode": (edit_config(recurrent_kv_cache_mode="first_loop"), "'recurrent_kv_cache_mode' = 'first_loop'"),
+    "rope": (
+        edit_config(rope_parameters={"full_attention": {"rope_theta": 1e7, "rope_type": "yarn"}}),
+        "full_attention: rope_parameters.*yarn|'rope_parameters' of type 'yarn' is not supported",
+    ),
+}
 ERRORS = {
+    FIDELITY / "dory-tiny": DORY_ERRORS,
     OURO_TINY: OURO_ERRORS,
     HUGINN_TINY: HUGINN_ERRORS,
     FIDELITY / "retro-llama-tiny": RETRO_ERRORS,
@@ -389,7 +480,7 @@ def test_missing_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "float16"}, {"load_format": "gguf"}, {"state_init": "normal"}, {"r_max": -1}]
+    "options", [{"dtype": "float64"}, {"load_format": "gguf"}, {"state_init": "normal"}, {"r_max": -1}]
 )
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:

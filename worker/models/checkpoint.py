@@ -19,6 +19,8 @@ from depthbatch.worker.sampling.random_numbers import bits_of_key, row_key
 
 SIDE_SUFFIXES = ("_gate.safetensors",)  # gate files beside a model are not part of its checkpoint
 INDEX_NAME = "model.safetensors.index.json"
+MODEL_NAME = "model.safetensors"
+NOT_THE_MODEL = (".", "optimizer", "adapter", "consolidated")  # training state and other formats, and hidden files
 _ELEMENTS_A_DRAW = 4  # a dummy weight is 16 of a draw's 64 bits
 _DUMMY_CHUNK = 1 << 13  # draws at a time: temporaries stay in cache, operators below the size where threads must meet
 
@@ -49,12 +51,29 @@ class Checkpoint:
     def __init__(self, path: Path, files: tuple[Path, ...] | None = None) -> None:
         self.path = path
         self._handles: dict[Path, Any] = {}
+        self._stored: dict[Path, frozenset[str]] = {}
         self.file_of: dict[str, Path] = {}
+        if files is None and (path / INDEX_NAME).is_file():
+            self._obey_index()
+            return
         for file in files or _find_files(path):
-            for name in self._open(file).keys():  # noqa: SIM118 - the handle is no mapping
+            for name in self._names(file):
                 if name in self.file_of:
                     raise ModelError(f"tensor '{name}' is in both {self.file_of[name].name} and {file.name}")
                 self.file_of[name] = file
+
+    def _obey_index(self) -> None:
+        """Every tensor from the file that the index names for it; what else the files hold is not part of the model."""
+        for name, file in _read_index(self.path).items():
+            if name not in self._names(file):
+                raise ModelError(f"{INDEX_NAME} says that tensor '{name}' is in {file.name}, which does not hold it")
+            self.file_of[name] = file
+
+    def _names(self, file: Path) -> frozenset[str]:
+        """Names of the tensors in a file."""
+        if file not in self._stored:
+            self._stored[file] = frozenset(self._open(file).keys())
+        return self._stored[file]
 
     def _open(self, file: Path) -> Any:
         if file not in self._handles:
@@ -82,22 +101,31 @@ class Checkpoint:
         return str(self.tensor(min(self.file_of)).dtype)
 
 
+def _read_index(path: Path) -> dict[str, Path]:
+    """Tensor name -> file. Raises ModelError."""
+    weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f"{path / INDEX_NAME}: field 'weight_map' must map tensor names to file names")
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise ModelError(f"{path / INDEX_NAME}: '{name}' is not a plain file name")
+        if not (path / name).is_file():
+            raise ModelError(f"{path} has no {name}, which {INDEX_NAME} names")
+    return {tensor: path / name for tensor, name in weight_map.items()}
+
+
 def _find_files(path: Path) -> tuple[Path, ...]:
-    if (path / INDEX_NAME).is_file():
-        weight_map = read_json(path / INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise ModelError(f"{path / INDEX_NAME}: field 'weight_map' must map tensor names to file names")
-        names = sorted(set(weight_map.values()))
-        for name in names:
-            if Path(name).name != name:
-                raise ModelError(f"{path / INDEX_NAME}: '{name}' is not a plain file name")
-            if not (path / name).is_file():
-                raise ModelError(f"{path} has no {name}, which {INDEX_NAME} names")
-        return tuple(path / name for name in names)
-    files = sorted(f for f in path.glob("*.safetensors") if not f.name.endswith(SIDE_SUFFIXES))
+    """Without an index: ``model.safetensors`` alone, else all that looks like a part of the model."""
+    if (path / MODEL_NAME).is_file():
+        return (path / MODEL_NAME,)
+    files = sorted(f for f in path.glob("*.safetensors") if not _is_beside_the_model(f.name))
     if not files:
         raise ModelError(f"{path} has no *.safetensors (use --load-format dummy for random weights)")
     return tuple(files)
+
+
+def _is_beside_the_model(name: str) -> bool:
+    return name.startswith(NOT_THE_MODEL) or name.endswith(SIDE_SUFFIXES)
 
 
 def check_names_and_shapes(checkpoint: Checkpoint, table: TensorTable) -> frozenset[str]:

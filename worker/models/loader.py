@@ -24,7 +24,7 @@ from depthbatch.worker.models.family import BuildInputs, ModelFamily, SpecOption
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.registry import find_family
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "dummy")
 STATE_INITS = ("zero", "seeded")
 
@@ -86,7 +86,7 @@ def _merge_ids(first: object, second: object) -> list[object]:
 def resolve_dtype(model_dir: ModelDir, dtype: str) -> torch.dtype:
     """The dtype of weights and KV. 'auto' is the config's, or that of the first stored tensor.
 
-    Raises ConfigError for an unknown option, ModelError when 'auto' finds a type that is not float32 or bfloat16.
+    Raises ConfigError for an unknown option, ModelError when 'auto' finds any other type.
     """
     if dtype != "auto":
         if dtype not in DTYPES:
@@ -125,7 +125,7 @@ def load_model(
 
     Args:
         path_or_name: see ``resolve_model_dir``.
-        dtype: auto, float32 or bfloat16; auto is the checkpoint's.
+        dtype: auto, float32, bfloat16 or float16; auto is the checkpoint's.
         device: a torch device.
         load_format: 'dummy' makes weights from config.json and ``seed`` alone.
         seed: of dummy weights.
