@@ -18,6 +18,7 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
+from depthbatch.scheduler.policy.drafts import FixedDrafts
 from depthbatch.scheduler.policy.fixed import Refill
 from depthbatch.scheduler.policy.view import Decision, Policy, QueueView, RetiredStage
 from fakes.paged_lockstep import Lockstep
@@ -263,7 +264,7 @@ def test_requests_that_may_have_none_run_without_drafts(changes: dict) -> None:
 def test_a_chain_is_as_long_as_it_may_be_and_no_draft_is_read_too_early() -> None:
     """Draft lanes and draft depth of the engine, and of a decision that asks for less."""
     for lanes, depth in ((1, 1), (2, 1), (3, 1), (1, 2), (3, 3)):
-        harness = served(build(draft_lanes=3), request(), policy=Refill(1, DraftLimit(lanes, depth)))
+        harness = served(build(draft_lanes=3), request(), policy=Refill(1, FixedDrafts(DraftLimit(lanes, depth))))
         started = harness.scheduler.admission.chains.started
         assert harness.worker.longest_chain == min(1 + lanes, -(-4 // depth))
         assert started[depth] >= 9 and not started[:depth].any()
@@ -281,7 +282,7 @@ def test_nothing_is_chosen_before_a_chain_is_known_to_be_right(waits: bool) -> N
     """A limit that waits blocks the next choice while a final readout with a successor is in flight; one that does not
     wait lets core steps run ahead."""
     config = build(async_scheduling="lookahead")
-    harness = Lockstep(config, acceptance=1.0, policy=Refill(1, DraftLimit(3, 1, waits)))
+    harness = Lockstep(config, acceptance=1.0, policy=Refill(1, FixedDrafts(DraftLimit(3, 1, waits))))
     harness.submit(request())
     ahead = 0
     for _ in range(60):
@@ -328,7 +329,7 @@ def test_what_a_policy_observes_of_a_coda_is_final_readouts() -> None:
                 seen.extend(retired.depths)
 
     seen: list[int] = []
-    harness = served(build(), request(), policy=Observer(1, DraftLimit(3, 1)))
+    harness = served(build(), request(), policy=Observer(1, FixedDrafts(DraftLimit(3, 1))))
     assert seen == [4] * 19
     stats = harness.scheduler.stats()
     assert (stats.generation_tokens, stats.dropped_tokens) == (20, 0) and stats.exit_depth.sum == 20 * 4
