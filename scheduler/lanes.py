@@ -160,6 +160,15 @@ class Chains:
         held = self._rows.in_phase(HELD) if self._rows.count[HELD] else _NO_LANES
         return held[~self._filled[held]]
 
+    def urgent_exits(self, lanes: int) -> int:
+        """Rows of Q_C whose input is certain, or that are the last of a chain of fewer than so many draft lanes."""
+        rows = self._rows
+        exited = rows.in_phase(EXITED)
+        slots = rows.slot.take(exited)
+        tail = self._tail[slots]
+        last = (rows.position.take(exited) == tail) & (tail - self._base[slots] < lanes)
+        return int(np.count_nonzero(last | ~self.guess[exited]))
+
     def stalled(self) -> int:
         """Rows that wait for a coda to fill the planes of the one ahead."""
         rows = self._rows

@@ -2,7 +2,7 @@
 
 What is minimised: seconds a token of S active sequences. A candidate is (lanes n, depth d, asks m, pause e): a chain has at
 most n draft lanes, and any coda that runs reads its last row for a draft if that has run d loops. A coda is asked for by heads
-that have exited and by chains of fewer than m draft lanes, so that of n lanes the last n - m start for the price of their rows.
+that have exited and by chains of fewer than m draft lanes whose last row may be read, so that of n lanes the last n - m start for the price of their rows.
 Boundary stages (coda + prelude) come e core steps after the last ones at the soonest. n = 0 is to run without drafts. On
 instances small enough for value iteration the best candidate is within 1 % of the optimum (tests/policy); without m it is up
 to 11 % off where a boundary costs more than a core step. The time per token is
@@ -193,9 +193,11 @@ class _Game:
         drafts = open_end & (tail_loop >= self._depth)
         unread = (loop >= exits) & (exits > 0) & (done < 2)
         self._since += 1
-        go = self._in_group(unread[:, 0] | (drafts & (self._alive <= self._asks))) & (
-            (self._since >= self._pause) | ~busy
-        )
+        asks = tail_loop >= self._depth
+        if not self._ordered:
+            asks |= unread.reshape(-1).take(tail)
+        asks &= self._alive <= self._asks
+        go = self._in_group(unread[:, 0] | asks) & ((self._since >= self._pause) | ~busy)
         self._since[go] = 0
         self.counts *= _KEEP
         self._count(0, busy)

@@ -103,7 +103,8 @@ class LearnedDrafts:
         if self._since_coda < self._in_force.pause and view.q_r:
             return None
         if view.q_r:
-            due = view.exited_heads or view.drafts(limit._replace(lanes=self._in_force.asks))
+            asks = self._in_force.asks
+            due = view.urgent_exits(asks) or view.drafts(limit._replace(lanes=asks))
         else:
             due = view.q_c or view.asks_for_coda(limit)
         return Decision(Stage.CODA, drafts=limit) if due else None

@@ -99,13 +99,10 @@ class QueueView:
             raise ValueError("no drafts without speculation")
         return chains.right, chains.wrong
 
-    @property
-    def exited_heads(self) -> int:
-        """Rows of Q_C whose token is certain, with or without speculation."""
+    def urgent_exits(self, lanes: int) -> int:
+        """Rows of Q_C whose input is certain, or that are the last of a chain of fewer than so many draft lanes."""
         chains = self._admission.chains
-        if chains is None or not self.q_c:
-            return self.q_c
-        return int(np.count_nonzero(~chains.guess[self._rows.in_phase(EXITED)]))
+        return self.q_c if chains is None or not self.q_c else chains.urgent_exits(lanes)
 
     def drafts(self, limit: DraftLimit) -> int:
         """Rows that a coda would read for a draft under this limit."""
