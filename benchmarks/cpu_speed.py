@@ -40,7 +40,7 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_LANE, ROW_POSITION, ROW_SLOT, Stage
 from depthbatch.common.messages import StageBatch
 from depthbatch.frontend.llm import LLM
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows
+from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.select import select_backend
 from depthbatch.worker.build import build_runner
 from depthbatch.worker.layers.blocks import Block, BlockStack

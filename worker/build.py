@@ -17,7 +17,7 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import PLAIN, EngineInfo, Variant
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.worker.attention.interface import CacheGeometry
+from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
 from depthbatch.worker.device import KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec

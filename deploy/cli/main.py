@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "info": Command("depthbatch.deploy.cli.info", "info", "what a model is, and how much of it fits"),
     "serve": Command("depthbatch.deploy.cli.serve", "serve", "run the server in the foreground"),
-    "chat": Command("depthbatch.deploy.cli.chat", "chat", "interactive chat"),
+    "chat": Command("depthbatch.deploy.cli.terminal_chat", "chat", "interactive chat"),
     "convert": Command("depthbatch.deploy.cli.convert", "convert", "make a looped model out of a Llama checkpoint"),
     "train-demo": Command("depthbatch.deploy.cli.train", "train_demo", "train the demo model"),
     "train-gate": Command("depthbatch.deploy.cli.train", "train_gate", "distil an exit gate"),

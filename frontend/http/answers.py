@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from depthbatch.frontend.background import panics_as_errors
-from depthbatch.frontend.http.errors import as_api_error
+from depthbatch.frontend.http.error_answers import as_api_error
 from depthbatch.frontend.http.schemas import ErrorAnswer
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse
 from depthbatch import __version__
 from depthbatch.frontend.http import chat, completions, operations
 from depthbatch.frontend.http.edge import Edge
-from depthbatch.frontend.http.errors import install_handlers
+from depthbatch.frontend.http.error_answers import install_handlers
 from depthbatch.frontend.http.generation import Service
 
 WORD_LIMIT = 2**31 - 1

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from depthbatch.frontend.http.answers import EventStream, answer, documented
 from depthbatch.frontend.http.edge import client_of
-from depthbatch.frontend.http.errors import ApiError, bad_value
+from depthbatch.frontend.http.error_answers import ApiError, bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
 from depthbatch.frontend.http.logprobs import ChatLogprobs, TokenNames
 from depthbatch.frontend.http.schemas import ChatAnswer, ChatRequest

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from depthbatch.common.messages import FinishReason
 from depthbatch.frontend.http.answers import EventStream, answer, documented
 from depthbatch.frontend.http.edge import client_of
-from depthbatch.frontend.http.errors import bad_value
+from depthbatch.frontend.http.error_answers import bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
 from depthbatch.frontend.http.logprobs import CompletionLogprobs, Echo, TokenNames
 from depthbatch.frontend.http.schemas import CompletionAnswer, CompletionRequest

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthbatch.frontend.background import panics_as_errors
-from depthbatch.frontend.http.errors import ApiError
+from depthbatch.frontend.http.error_answers import ApiError
 from depthbatch.frontend.params import shown
 
 # what probes and scrapers read without a key; everything that names or runs a model needs one

@@ -15,7 +15,7 @@ from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import EngineInfo, FinishReason
 from depthbatch.common.splitmix64 import ALL_BITS
 from depthbatch.frontend.http.answers import EventEncoder
-from depthbatch.frontend.http.errors import ApiError, bad_value
+from depthbatch.frontend.http.error_answers import ApiError, bad_value
 from depthbatch.frontend.http.logprobs import LogprobFormat
 from depthbatch.frontend.http.request_fields import check_body, renamed, sampling_fields
 from depthbatch.frontend.http.schemas import GenerationFields

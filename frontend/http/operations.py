@@ -14,7 +14,7 @@ from depthbatch.common.errors import EngineDeadError
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.http.answers import documented, json_answer
 from depthbatch.frontend.http.edge import client_of
-from depthbatch.frontend.http.errors import bad_value
+from depthbatch.frontend.http.error_answers import bad_value
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.request_fields import check_body
 from depthbatch.frontend.http.schemas import (

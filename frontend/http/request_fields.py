@@ -7,7 +7,7 @@ from typing import Any
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.logging import get_logger
-from depthbatch.frontend.http.errors import ApiError, bad_value, code_of
+from depthbatch.frontend.http.error_answers import ApiError, bad_value, code_of
 from depthbatch.frontend.http.schemas import Body, GenerationFields
 from depthbatch.frontend.params import SamplingParams
 

@@ -27,7 +27,7 @@ from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import OnFailure, background, catch_the_rest, failure_of
 from depthbatch.frontend.http.app import create_app
-from depthbatch.frontend.http.errors import ApiError, overloaded
+from depthbatch.frontend.http.error_answers import ApiError, overloaded
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.operations import EngineProbe
 from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, ParamSpec, TypeVar
 
-from depthbatch.frontend.http.errors import ApiError, bad_value
+from depthbatch.frontend.http.error_answers import ApiError, bad_value
 from depthbatch.frontend.http.schemas import Message, TemplateFields
 from depthbatch.frontend.tokenizer import Tokenizer, check_fewest
 

@@ -20,8 +20,8 @@ from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields, split_prefill
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN, Variant
 from depthbatch.worker.attention import paged, triton_decode
+from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.layers.linear import BlockedProduct, PackedProduct

@@ -15,8 +15,8 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.attention.flash_library import find_flash_library
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.build import assemble

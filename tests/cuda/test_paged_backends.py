@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from fakes.attention_cases import chain_rows

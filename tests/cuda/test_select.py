@@ -5,8 +5,8 @@ import torch
 
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention import select as selection
+from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3, FlashLibrary
-from depthbatch.worker.attention.interface import CacheGeometry
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from fakes.flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache

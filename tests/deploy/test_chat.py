@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from depthbatch.common.errors import EngineDeadError
-from depthbatch.deploy.cli.chat import RemoteModel, _greet, converse
 from depthbatch.deploy.cli.main import main
+from depthbatch.deploy.cli.terminal_chat import RemoteModel, _greet, converse
 from fakes.chat_tokenizer import byte_tokenizer
 from fakes.http_server import LiveServer
 from fakes.serve_process import free_port

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields, split_prefill_frame
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN, Variant
-from depthbatch.worker.attention.interface import CacheGeometry
+from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.overlapped import FULL, SAMPLED

@@ -9,13 +9,13 @@ import torch
 from hypothesis import strategies as st
 
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker.attention.cpu import CpuAttention
-from depthbatch.worker.attention.interface import (
+from depthbatch.worker.attention.backend import (
     CacheGeometry,
     DecodeRows,
     PrefillRows,
     Rotation,
 )
+from depthbatch.worker.attention.cpu import CpuAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.layers.cpu.library import Kernels, load_kernels
 

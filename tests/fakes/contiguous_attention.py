@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.worker.attention.interface import CacheGeometry, split_and_rotate
+from depthbatch.worker.attention.backend import CacheGeometry, split_and_rotate
 from depthbatch.worker.layers.blocks import BlockStack
 from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.models.interface import ModelSpec

@@ -2,7 +2,7 @@
 
 import torch
 
-from depthbatch.worker.attention.interface import CacheGeometry, PrefillRows
+from depthbatch.worker.attention.backend import CacheGeometry, PrefillRows
 
 MAX_BLOCKS, SEQUENCES = 6, 4
 

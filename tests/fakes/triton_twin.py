@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthbatch.worker.attention.interface import DecodeRows
+from depthbatch.worker.attention.backend import DecodeRows
 
 
 def _check(rows: DecodeRows, num_planes: int, heads: tuple[Tensor, ...], caches: tuple[Tensor, Tensor]) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.worker.attention.backend import CacheGeometry, DecodeRows
 from depthbatch.worker.attention.cpu import CpuAttention
-from depthbatch.worker.attention.interface import CacheGeometry, DecodeRows
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.attention.select import select_backend
 from fakes.attention_cases import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker.attention.interface import CacheGeometry
+from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.attention.select import select_backend
 from depthbatch.worker.layers.cpu import compile as build
@@ -19,7 +19,7 @@ from fakes.attention_cases import kernels_for
 DECODE = """
 import logging, torch
 logging.basicConfig(format="%(message)s")
-from depthbatch.worker.attention.interface import CacheGeometry
+from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.select import select_backend
 from depthbatch.worker.layers import ops
 geometry = CacheGeometry(3, 16, 2, 2, 16, (1,), torch.float32, torch.device("cpu"))

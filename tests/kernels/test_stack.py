@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.attention.cpu import CpuAttention
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.layers.blocks import Block, BlockStack
 from depthbatch.worker.layers.linear import GatedLinear, Linear
 from depthbatch.worker.layers.rotary import Rotation

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from depthbatch.common.errors import ConfigError
-from depthbatch.worker.attention.cpu_stack import FusedStack, fuse
-from depthbatch.worker.attention.interface import (
+from depthbatch.worker.attention.backend import (
     AttentionBackend,
     CacheGeometry,
     DecodeRows,
     PrefillRows,
     heads_together,
 )
+from depthbatch.worker.attention.cpu_stack import FusedStack, fuse
 from depthbatch.worker.attention.sdpa import cache_shapes
 from depthbatch.worker.layers.blocks import BlockStack
 from depthbatch.worker.layers.cpu.library import Kernels

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthbatch.worker.attention.interface import CacheGeometry
+from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.layers.blocks import Block, BlockStack
 from depthbatch.worker.layers.cpu.library import Function, TypedKernels
 from depthbatch.worker.layers.cpu.structs import (

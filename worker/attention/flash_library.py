@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from depthbatch.worker.attention.interface import PrefillRows
+from depthbatch.worker.attention.backend import PrefillRows
 
 
 class FlashLibrary(Protocol):

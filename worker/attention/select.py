@@ -5,9 +5,9 @@ from importlib.util import find_spec
 import torch
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.cpu import CpuAttention, unsupported
 from depthbatch.worker.attention.flash_library import find_flash_library
-from depthbatch.worker.attention.interface import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.layers.cpu.library import cpu_kernels

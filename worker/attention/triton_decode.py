@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from depthbatch.worker.attention.interface import DecodeRows, heads_together
+from depthbatch.worker.attention.backend import DecodeRows, heads_together
 
 SPLITS = 8  # shares of a row's context: enough to fill a GPU at one row, cheap to merge
 

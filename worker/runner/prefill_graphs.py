@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthbatch.worker.attention.interface import (
+from depthbatch.worker.attention.backend import (
     AttentionBackend,
     CacheGeometry,
     PrefillRows,

@@ -25,7 +25,7 @@ from depthbatch.common.frames import (
     prefill_words,
     split_prefill_frame,
 )
-from depthbatch.worker.attention.interface import PrefillRows
+from depthbatch.worker.attention.backend import PrefillRows
 from depthbatch.worker.runner.stage_input import StageLimits
 from depthbatch.worker.sampling.logprobs import num_likeliest
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from depthbatch.common.frames import Int32Array, Stage, logprob_fields
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN, Variant
-from depthbatch.worker.attention.interface import AttentionBackend, DecodeRows, PrefillRows
+from depthbatch.worker.attention.backend import AttentionBackend, DecodeRows, PrefillRows
 from depthbatch.worker.layers.blocks import BlockStack
 from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.models.interface import LoopedModel, WorkItem
