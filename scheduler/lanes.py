@@ -190,6 +190,10 @@ class Chains:
         fits = fits and rows.position[chain].tolist() == list(range(base, tail + 1))
         return fits and self._follows[chain].tolist() == [False] + [True] * (len(chain) - 1)
 
+    def counted(self) -> bool:
+        """Self-check: as many rows are said to follow another as do."""
+        return self.chained == int(np.count_nonzero(self._follows))
+
     def draft_stats(self) -> dict[str, DraftStats]:
         """Of the loops after which any draft was read."""
         counts = zip(self.started.tolist(), self.right.tolist(), self.wrong.tolist(), strict=True)

@@ -49,6 +49,7 @@ def check_ownership(admission: "Admission", requests: Iterable[Request]) -> None
     counts = np.bincount(rows.phase[1:], minlength=len(rows.count)).tolist()
     _require(counts == rows.count, f"queue sizes {rows.count} are not those of the rows {counts}")
     if admission.chains is not None:
+        _require(admission.chains.counted(), "rows that follow another are miscounted")
         for request in active.values():
             _require(admission.chains.holds(request), f"slot {request.slot}: its rows are not its chain")
     partial = admission.partial

@@ -317,6 +317,51 @@ def test_a_held_row_is_filled_so_that_those_behind_it_go_on() -> None:
     assert harness.scheduler.stats().stages["core"].steps <= 45
 
 
+class CoreFirst:
+    """Drafts as soon as they can be read, and some codas as soon as a row has exited; else core steps as long as any row
+    can run, however many have exited."""
+
+    full_depth = learns = False
+
+    def __init__(self, limit: DraftLimit, codas: int) -> None:
+        self._limit, self._codas = limit, codas
+
+    def choose(self, view: QueueView, now: float) -> Decision | None:
+        if view.can_prefill():
+            return Decision(Stage.PREFILL)
+        if view.q_d:
+            return Decision(Stage.PRELUDE)
+        if view.drafts(self._limit) or (view.q_c and (self._codas > 0 or not view.q_r)):
+            self._codas -= 1
+            return Decision(Stage.CODA, drafts=self._limit)
+        return Decision(Stage.CORE) if view.q_r else None
+
+    def observe(self, retired: RetiredStage) -> None:
+        """Never called: learns is False."""
+
+
+@pytest.mark.parametrize(
+    ("coda_layers", "depths", "codas"),
+    [(0, [3, 6, 6], 0), (0, [4, 1, 6], 2), (2, [6, 2, 6], 0)],
+    ids=["exited", "exited, beyond one that is filled", "held"],
+)
+def test_a_row_never_passes_one_whose_planes_are_not_filled(coda_layers: int, depths: list[int], codas: int) -> None:
+    """The third token catches up with one that has exited and waits for coda: with the one ahead, with the first one
+    across a second that is filled already, or with one that is held. The fake raises if it reads what is not written."""
+    config = build(coda_layers=coda_layers, r_max=6)
+    served(config, request(depths=depths, max_loops=6, max_tokens=6), policy=CoreFirst(DraftLimit(2, 1), codas))
+
+
+def test_what_comes_back_for_a_dropped_row_is_void() -> None:
+    """The third token exits and is read before it is known that the second was started wrongly: its token comes back
+    after both were dropped, and must not be taken for one of the sequence."""
+    policy = Refill(1, FixedDrafts(DraftLimit(3, 1, waits=False)))
+    harness = Lockstep(build(async_scheduling="lookahead", r_max=6), acceptance=0.0, policy=policy)
+    assert harness.submit(request(depths=[3, 6, 2] * 6, max_loops=6))
+    harness.run(hold=lambda: True)
+    same_as_plain(harness)
+
+
 def test_what_a_policy_observes_of_a_coda_is_final_readouts() -> None:
     """A draft's depth is no exit depth: learned exits would be too shallow. Tokens of drafts are not counted, either."""
 
