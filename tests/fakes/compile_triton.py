@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from depthbatch.worker.attention import triton_decode
 from depthbatch.worker.layers import ops_triton
 
-INTS = ("table_stride", "num_planes", "row_stride", "q_stride", "k_stride", "v_stride")
+INTS = ("window", "table_stride", "num_planes", "row_stride", "q_stride", "k_stride", "v_stride")
 INDICES = ("slots", "positions", "planes", "block_tables")
 OURO, HUGINN, GROUPED = (16, 1, 128), (55, 1, 96), (4, 8, 64)  # KV heads, query heads a KV head, head_dim
 # Ampere is 80, Hopper 90.

@@ -8,7 +8,7 @@ import uuid
 from contextlib import nullcontext
 from pathlib import Path
 
-VARIABLE = "DEPTHBATCH_TEST_FAMILY"
+VARIABLE = "TESTS_OF_DEPTHBATCH_FAMILY"
 
 
 class Family:

@@ -152,7 +152,7 @@ def test_bad_prefills(index: int, value: int, what: str) -> None:
         lambda h: msgspec.structs.replace(h, rows=0),
         lambda h: msgspec.structs.replace(h, rows=5),
         lambda h: msgspec.structs.replace(h, n_slot_params=1),
-        lambda h: msgspec.structs.replace(h, variant=Variant(64)),
+        lambda h: msgspec.structs.replace(h, variant=Variant(1 << 12)),
         lambda h: msgspec.structs.replace(h, variant=Variant.FILTER),
     ],
 )
