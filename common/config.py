@@ -170,7 +170,9 @@ class EngineConfig(Options, frozen=True):
     ] = None
     min_coda_batch: Annotated[
         Natural | None,
-        option("K: exited rows that coda waits for under refill (default 1, or W // 4 with layers outside the core)"),
+        option(
+            "K: exited rows that coda waits for under refill, unless drafts ask for one (default 1; W // 4 with layers outside the core and no fixed drafts)"
+        ),
     ] = None
     kv_headroom: Annotated[
         Annotated[float, Meta(ge=0.0, le=0.9)], option("share of the KV blocks kept free at admission")

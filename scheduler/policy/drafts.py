@@ -56,16 +56,17 @@ class Drafts(Protocol):
 
 
 class FixedDrafts:
-    """The same limit always: a coda as soon as one can be read."""
+    """The same limit always: a coda as soon as a draft can be read, or K rows have exited."""
 
     on = True
 
-    def __init__(self, limit: DraftLimit) -> None:
+    def __init__(self, limit: DraftLimit, min_coda_batch: int = 1) -> None:
         self.limit = limit
+        self._min_coda_batch = min_coda_batch
         self._coda = Decision(Stage.CODA, drafts=limit)
 
     def coda(self, view: QueueView) -> Decision | None:
-        return self._coda if view.q_c or view.asks_for_coda(self.limit) else None
+        return self._coda if view.q_c >= self._min_coda_batch or view.asks_for_coda(self.limit) else None
 
 
 class LearnedDrafts:

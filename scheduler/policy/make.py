@@ -19,7 +19,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
             if config.learned_drafts:
                 observed = Observed(config)
                 return LearnedDraftsRefill(config.min_coda_batch, LearnedDrafts(config, observed), observed)
-            return Refill(config.min_coda_batch, None if config.drafts is None else FixedDrafts(config.drafts))
+            batch, limit = config.min_coda_batch, config.drafts
+            return Refill(batch, None if limit is None else FixedDrafts(limit, batch))
         case "auto":
             return AutoPolicy(config)
     raise ValueError(f"unknown policy {config.policy}")

@@ -6,6 +6,7 @@ written, not filled, or written by a token that was dropped.
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -386,3 +387,11 @@ def test_a_draft_says_after_how_many_loops_it_was_read() -> None:
     drafts = harness.scheduler.stats().drafts
     assert set(drafts) <= {"2", "3", "4"} and all(each.right <= each.started for each in drafts.values())
     assert sum(each.right for each in drafts.values()) == harness.answers[0].accepted_drafts > 0
+
+
+@pytest.mark.parametrize(("exited", "asks", "due"), [(2, 0, False), (3, 0, True), (0, 1, True), (0, 0, False)])
+def test_exited_rows_wait_for_k_of_them_beside_drafts(exited: int, asks: int, due: bool) -> None:
+    """Bug: with drafts a coda ran as soon as one row had exited, so --min-coda-batch was accepted and ignored."""
+    view = SimpleNamespace(q_c=exited, q_d=0, q_r=4, can_prefill=lambda: False, asks_for_coda=lambda limit: asks)
+    decision = Refill(3, FixedDrafts(DraftLimit(2, 1), 3)).choose(view, 0.0)
+    assert decision is not None and (decision.stage is Stage.CODA) == due
