@@ -128,6 +128,9 @@ class Chains:
         request.dispatched -= int(np.count_nonzero((rows.phase[of_slot] == READ) & ~self.guess[of_slot]))
         self.chained -= int(np.count_nonzero(self._follows[of_slot]))
         self._follows[of_slot] = self.guess[of_slot] = False
+        if self._logprobs:  # of tokens that never became certain
+            for lane in range(slot, rows.phase.size, rows.width):
+                self._logprobs.pop(lane, None)
 
     # --- what may be read
 
@@ -170,7 +173,7 @@ class Chains:
         return int(np.count_nonzero(last | ~self.guess[exited]))
 
     def stalled(self) -> int:
-        """Rows that wait for a coda to fill the planes of the one ahead."""
+        """BLOCKED rows of sequences that have a row to be filled by a coda."""
         rows = self._rows
         if not rows.count[BLOCKED]:
             return 0

@@ -6,6 +6,7 @@ written, not filled, or written by a token that was dropped.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -309,6 +310,18 @@ def test_drafts_preempt_nobody() -> None:
     harness = served(config, *[request(index, max_tokens=6) for index in range(2)])
     assert harness.scheduler.counters.preemptions == 0
     assert sum(answer.accepted_drafts for answer in harness.answers.values()) > 0
+
+
+@pytest.mark.parametrize("usable", [14, 16, 18, 20])
+def test_early_blocks_of_drafts_are_spare_ones(usable: int) -> None:
+    """Three sequences that cannot all grow to their end: with drafts no more of them are preempted than without. A block
+    that a draft takes early must not be one that a sequence needs next; without that rule there are more, or no end."""
+    config = build(max_num_seqs=3, block_size=1, num_blocks=1 + usable, max_model_len=20, preemption="recompute")
+    lengths = ((4, [4] * 20), (12, [2] * 20), (9, [2] * 20))
+    submits = [request(index, depths, tokens) for index, (tokens, depths) in enumerate(lengths)]
+    plain, drafted = (served(replace(config, draft_lanes=lanes), *submits) for lanes in (0, 3))
+    assert drafted.scheduler.counters.preemptions <= plain.scheduler.counters.preemptions
+    assert sum(answer.accepted_drafts for answer in drafted.answers.values()) > 0
 
 
 def test_a_held_row_is_filled_so_that_those_behind_it_go_on() -> None:
