@@ -131,6 +131,26 @@ class Lockstep:
                 return
         raise AssertionError(f"not finished after {steps} steps")
 
+    def interleave(self, requests: list[Submit], rng: random.Random) -> set[int]:
+        """Submits all of them, with aborts, stages, results and lost processes between; the ids that were aborted."""
+        todo, aborted = list(requests), set()
+        while todo:
+            match rng.randrange(8):
+                case 0:
+                    self.submit(todo.pop())
+                case 1 if self.answers:
+                    victim = rng.choice(sorted(self.answers))
+                    if rng.random() < 0.4 and self.abort(victim):
+                        aborted.add(victim)
+                case 2 | 3 | 4:
+                    self.dispatch()
+                case 5:
+                    if rng.random() < 0.3:
+                        rng.choice((self.lose_worker, self.lose_scheduler))()
+                case _:
+                    self.complete()
+        return aborted
+
     def run_script(self, script: dict[int, list[Callable[["Lockstep"], object]]], rng: random.Random | None) -> None:
         """Applies actions at stage counts (or, when nothing can run, at once), so that they fall on the same points
         of the schedule however late results come. rng None: results come as late as the scheduler allows."""

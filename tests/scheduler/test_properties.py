@@ -65,22 +65,7 @@ def test_any_interleaving_ends_with_every_request_answered_once(data: st.DataObj
     harness = Lockstep(config)
     rng = random.Random(data.draw(st.integers(0, 1000)))
     requests = data.draw(workloads(config))
-    todo, aborted = list(requests), set()
-    while todo:
-        match rng.randrange(6):
-            case 0:
-                harness.submit(todo.pop())
-            case 1 if harness.answers:
-                victim = rng.choice(sorted(harness.answers))
-                if rng.random() < 0.4 and harness.abort(victim):
-                    aborted.add(victim)
-            case 2 | 3:
-                harness.dispatch()
-            case 4:
-                if rng.random() < 0.3:
-                    rng.choice((harness.lose_worker, harness.lose_scheduler))()
-            case _:
-                harness.complete()
+    aborted = harness.interleave(requests, rng)
     harness.run(hold=lambda: rng.random() < 0.5)
     assert set(harness.answers) | set(harness.rejected) == {submit.request_id for submit in requests}
     for submit in requests:
