@@ -27,6 +27,7 @@ from depthbatch.scheduler.core import Scheduler
 OUTPUT_TOKENS = 311  # ShareGPT's mean
 PROMPT_TOKENS = 267
 DEPTHS = (2, 3, 4)
+WARM_UP_STEPS = 100
 WEIGHTS = (0.5, 0.4, 0.1)
 
 
@@ -62,7 +63,7 @@ def measure(
     top_up()
     gc.collect()
     gc.freeze()
-    core_us, loop_us, results = _run(scheduler, core_steps, top_up)
+    core_us, all_us, results = _run(scheduler, core_steps, top_up)
     rows = scheduler.stats().stages[Stage.CORE.label].rows.sum
     gc.unfreeze()
     return {
@@ -70,10 +71,10 @@ def measure(
         "draft_lanes": draft_lanes,
         "waiting": waiting,
         "mode": mode,
-        "stages_per_core": results / core_steps,
-        "rows_per_core": round(rows / core_steps, 1),
+        "stages_per_core": round(results / len(all_us), 3),
+        "rows_per_core": round(rows / len(all_us), 1),
         "core_us": _percentiles(core_us),
-        "loop_us": _percentiles(loop_us),
+        "loop_us": _percentiles(all_us[WARM_UP_STEPS:]),
     }
 
 
@@ -83,7 +84,7 @@ def _run(scheduler: Scheduler, core_steps: int, top_up: Callable[[], None]) -> t
     core_us: list[float] = []
     loop_us: list[float] = []
     spent = stages = 0.0
-    while len(loop_us) < core_steps + 100:
+    while len(loop_us) < core_steps + WARM_UP_STEPS:
         start = clock()
         stage = scheduler.next_stage(0.0)
         took = clock() - start
@@ -103,7 +104,7 @@ def _run(scheduler: Scheduler, core_steps: int, top_up: Callable[[], None]) -> t
         if not result.token_ids:
             core_us.append(1e6 * (took + assembled))
         top_up()
-    return core_us[100:], loop_us[100:], int(stages)
+    return core_us[WARM_UP_STEPS:], loop_us, int(stages)
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

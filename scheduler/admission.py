@@ -127,7 +127,7 @@ class Admission:
     def _at_border(self, slots: SlotArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Rows whose token lies beyond the blocks they hold."""
         rows = self.rows
-        return rows.position[slots] >= rows.num_blocks[rows.slot.take(slots)] * self._config.block_size
+        return rows.position[slots] >= rows.num_blocks[rows.slots_of(slots)] * self._config.block_size
 
     def _blocks_needed(self, request: Request) -> int:
         tokens = request.prompt.size + request.limit - 1 if self._reserve_all else request.num_tokens

@@ -81,7 +81,7 @@ class Dispatch:
         variant = coda_variant(rows, slots)
         step, frame = self._decode(Stage.CODA, slots, now, depths, variant)
         by_slot = rows.request
-        requests = tuple([by_slot[slot] for slot in rows.slot.take(slots).tolist()])
+        requests = tuple([by_slot[slot] for slot in rows.slots_of(slots).tolist()])
         if rows.any_of("forced", slots):
             forced = rows.forced[slots].tolist()
             requests = tuple([None if known else request for request, known in zip(requests, forced, strict=True)])
@@ -184,7 +184,7 @@ class Dispatch:
     ) -> tuple[InFlightStep, Int32Array]:
         """Record and frame of a decode stage, of rows at their present positions."""
         bucket = self._bucket_of[lanes.size]
-        slots = self._rows.slot.take(lanes)
+        slots = self._rows.slots_of(lanes)
         frame = decode_frame(slots, self._rows.position.take(lanes), aux, lanes, bucket)
         step_id, no_work = self._take_step_id(), self.nothing_ran
         header = StageBatch(step_id, stage, bucket, lanes.size, variant=variant, after_no_work=no_work, extra=extra)
