@@ -58,7 +58,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speculation", default="off", help="draft lanes of refill and auto: off, auto or N")
     parser.add_argument("--draft-depth", type=int, default=None, help="loops after which a token is read for a draft")
     parser.add_argument(
+        "--acceptance",
         "--draft-acceptance",
+        dest="draft_acceptance",
         default=None,
         help="share of the drafts that are right, or a JSON map of draft depth to share (default: the workload's)",
     )

@@ -68,6 +68,9 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill, which has no drafts, and refill)",
     )
     parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument(
+        "--acceptance", dest="draft_acceptance", default=argparse.SUPPRESS, help="as --draft-acceptance, for short"
+    )
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in _SET_HERE])
 
 

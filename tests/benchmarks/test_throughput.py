@@ -146,7 +146,7 @@ def test_drafts_on_a_simulated_device(tmp_path: Path) -> None:
     those replayed, however many rows were drafts."""
     output = tmp_path / "out.json"
     options = ["--device", f"simulated:{tiny_profile(tmp_path)}", "--workload", "alpaca", "--requests", "4", "--w", "2"]
-    drafts = ["--speculation", "2", "--draft-depth", "1", "--kv-layout", "last_exited", "--draft-acceptance", "0.6"]
+    drafts = ["--speculation", "2", "--draft-depth", "1", "--kv-layout", "last_exited", "--acceptance", "0.6"]
     assert run_throughput(arguments(*options, *drafts, "--exits", '{"2": 1}', "--output", str(output))) == 0
     record = json.loads(output.read_text())
     assert (record["policy"], record["mean_depth"], record["requests_finished"]) == ("refill", 2.0, 4)
