@@ -2,19 +2,23 @@
 
 Runs the scheduler core in lock-step with a worker that answers at once; there is no clock, so all requests are
 submitted at the start, in order of arrival. ``--live`` runs the same through the real processes with a simulated
-device, and prints what they launched.
+device, and prints what they launched. A file that ``--stage-trace`` has written is read instead of run. ``--html`` and
+``--chrome`` write pictures in place of the text.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from depthbatch.benchmarks.trace_pictures import chrome_trace, deepest_loop, is_stage_trace, read_stages, schedule_html
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import ASYNC_MODES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
@@ -29,16 +33,22 @@ from depthbatch.scheduler.stage_trace import describe_stage
 from depthbatch.worker.runner.stage_input import most_rows
 
 BLOCK_SIZE = 16
+PICTURE_STAGES = 400  # columns of --html that still read well
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench trace``."""
-    parser.add_argument("workload", metavar="WORKLOAD.json")
+    parser.add_argument("file", metavar="FILE", help="a workload, or what --stage-trace of an engine has written")
     parser.add_argument("--policy", choices=POLICIES, default="refill")
     add_scheduling_arguments(parser)
     parser.add_argument("--r-max", type=int, default=4, help="loops of a full-depth token")
     parser.add_argument("--steps", type=int, default=None, help="stages to print (default: all)")
     parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
+    parser.add_argument(
+        "--last", type=int, default=None, help="of them, only so many last ones (default: all; --html 400)"
+    )
+    parser.add_argument("--html", metavar="OUT.html", help="write a page with the schedule as a picture")
+    parser.add_argument("--chrome", metavar="OUT.json", help="write a trace for Perfetto and chrome://tracing")
     parser.add_argument("--live", action="store_true", help="through the real processes, with a simulated device")
     parser.add_argument("--profile", default="h100-ouro-1.4b", help="device profile of --live")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead", help="of --live")
@@ -65,28 +75,63 @@ def scheduling_options(args: argparse.Namespace, k: int | None) -> dict[str, Any
 
 
 def run_trace(args: argparse.Namespace) -> int:
-    """Prints the trace. Raises ConfigError on a bad workload or bad options."""
-    if args.steps is not None and args.steps < 1:
-        raise ConfigError(f"steps must be at least 1, not {args.steps}")
-    workload = Workload.read(args.workload)
-    options = EngineConfig(policy=args.policy, preemption="off", **scheduling_options(args, args.k))
-    info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
-    if args.live:
-        live = msgspec.structs.replace(
-            options, device=f"simulated:{args.profile}", async_scheduling=args.async_scheduling
-        )
-        lines = live_trace(workload, msgspec.structs.replace(live, max_loops=args.r_max), info.num_blocks - 1)
-    else:
-        lines = trace(workload, SchedulerConfig.resolve(options, info))
-    for count, line in enumerate(lines, start=1):
+    """Prints or draws the trace. Raises ConfigError on a bad file or bad options."""
+    for name in ("steps", "last"):
+        if (count := getattr(args, name)) is not None and count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")
+    lines = islice(_recorded(args) if is_stage_trace(args.file) else _made(args), args.steps)
+    if args.html is not None or args.chrome is not None:
+        _draw(list(lines), args)
+        return 0
+    for line in lines if args.last is None else list(lines)[-args.last :]:
         print(json.dumps(line))
-        if count == args.steps:
-            break
     return 0
 
 
+def _recorded(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of an engine that has run: there is nothing to choose any more."""
+    parser = argparse.ArgumentParser()
+    add_trace_arguments(parser)
+    for name in ("policy", "w", "m", "k", "s", "r_max", "kv_blocks", "live", "profile", "async_scheduling"):
+        if getattr(args, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} has no effect: {args.file} is the trace of a schedule that has run")
+    return iter(read_stages(args.file))
+
+
+def _made(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of a workload."""
+    workload = Workload.read(args.file)
+    options = EngineConfig(policy=args.policy, preemption="off", **scheduling_options(args, args.k))
+    info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
+    if not args.live:
+        return trace(workload, SchedulerConfig.resolve(options, info))
+    live = msgspec.structs.replace(options, device=f"simulated:{args.profile}", async_scheduling=args.async_scheduling)
+    return live_trace(workload, msgspec.structs.replace(live, max_loops=args.r_max), info.num_blocks - 1)
+
+
+def _draw(lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    if not lines:
+        raise ConfigError(f"{args.file}: no stage in it")
+    if args.html is not None:
+        shown = lines[-(args.last or PICTURE_STAGES) :]
+        page = schedule_html(shown, Path(args.file).name, len(lines), deepest_loop(lines))
+        _write(args.html, page, f"{len(shown)} of {len(lines)} stages")
+    if args.chrome is not None:
+        shown = lines[-args.last :] if args.last else lines
+        _write(args.chrome, json.dumps(chrome_trace(shown)), f"{len(shown)} of {len(lines)} stages")
+
+
+def _write(path: str, text: str, what: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    print(f"depthbatch: {path}: {what}", file=sys.stderr)
+
+
 def live_trace(workload: Workload, options: EngineConfig, kv_blocks: int) -> Iterator[dict[str, Any]]:
-    """One object a stage, as the scheduler process launched them. Raises ConfigError, RequestError, EngineDeadError."""
+    """One object a stage, as the scheduler process launched them, with the times of the worker. Raises ConfigError, RequestError, EngineDeadError."""
     from depthbatch.frontend.llm import LLM
 
     order = sorted(workload.requests, key=lambda request: request.arrival_s)

@@ -128,7 +128,7 @@ class SchedulerProcess:
             if stage is None:
                 return
             if self._trace is not None:
-                self._trace.write(stage, self.core, exited)
+                self._trace.dispatched(stage, self.core, exited)
             yield stage
 
     def dispatch(self, stage: ScheduledStage) -> None:
@@ -173,6 +173,8 @@ class SchedulerProcess:
         match received.message:
             case StageResult() as result if received.peer == self.worker.peer and self.core is not None:
                 self._last_progress_s = time.monotonic()
+                if self._trace is not None:
+                    self._trace.finished(result)
                 return self.core.complete(result, self._last_progress_s)
             case StageResult():
                 self.worker.stale_results += 1

@@ -24,5 +24,9 @@ def test_live_equals_the_core(policy: str, mode: str) -> None:
     info = virtual_engine(workload, 16, 4, None)
     expected = list(trace(workload, SchedulerConfig.resolve(options, info)))
     live = msgspec.structs.replace(options, device="simulated:h100-ouro-1.4b", async_scheduling=mode)
-    assert list(live_trace(workload, live, info.num_blocks - 1)) == expected
+    launched = list(live_trace(workload, live, info.num_blocks - 1))
+    times = [(line.pop("start_s"), line.pop("end_s")) for line in launched]
+    assert launched == expected
+    ends = [0.0, *(end for _, end in times)]
+    assert all(before <= start <= end for before, (start, end) in zip(ends, times, strict=False)), times
     assert len(expected) > 200
