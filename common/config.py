@@ -236,6 +236,12 @@ class EngineConfig(Options, frozen=True):
             ("auto", "off"),
         ),
     ] = "auto"
+    hang_s: Annotated[
+        Annotated[float, Meta(ge=0.5)],
+        option(
+            "with work waiting, no step for this long: the worker's stacks are logged, it is killed and started again"
+        ),
+    ] = 300.0
     threads: Annotated[Natural | None, option("threads of the CPU worker (default: the cores it may use)")] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")

@@ -1,16 +1,20 @@
-"""What a process of the engine asks of its system: to die with its parent and of what fails in it, and to collect garbage
-rarely. ``run_child`` is a child's main."""
+"""What a process of the engine asks of its system: to die with its parent and of what fails in it, to say where it is
+when it hangs, and to collect garbage rarely. ``run_child`` is a child's main."""
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
 import stat
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from depthbatch.common.logging import get_logger, setup_logging
+
+STACKS_SIGNAL = signal.SIGUSR2  # to scheduler or worker: write the stacks of your threads into the log
 
 _PR_SET_PDEATHSIG = 1
 _GC_THRESHOLDS = (2_000, 10, 1_000)  # container objects made and not freed, then collections of the younger generation
@@ -28,6 +32,7 @@ def run_child(name: str, run: Callable[[str, str], int]) -> int:
     die_with_parent(arguments.parent_pid)
     setup_logging(name)
     die_with_threads()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)  # by the C library's handler: needs no lock of Python's
     return run(arguments.run_dir, arguments.config)
 
 
@@ -45,6 +50,15 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=_wait_for_parent, name="death-pipe", daemon=True).start()
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says of a process, as in ``S (sleeping)``; "" when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(maxsplit=1)[1] for line in lines if line.startswith("State:")), "")
 
 
 def end_with_parent() -> None:

@@ -38,6 +38,7 @@ from depthbatch.common.messages import (
     Tokens,
 )
 from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, endpoint
+from depthbatch.frontend.hangs import HangWatch
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
 from depthbatch.frontend.live_requests import LiveRequests, News
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
@@ -67,6 +68,7 @@ class EngineClient:
         self._processes: Processes = Launcher(config) if processes is None else processes
         self._restarts = Restarts(self._processes)
         self._monitor = HealthMonitor(self._processes)
+        self._hangs = HangWatch(self._processes, config.hang_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._link: Dealer | None = None
         # a scheduler that outlives its frontend still holds requests of the former one: ids must not come back
@@ -179,6 +181,7 @@ class EngineClient:
             return []
         news: list[News] = []
         self._drain(news)
+        self._hangs.look(self._monitor.hung(self._ready, self._hangs.limit_s))
         loss = self._restarts.look() if self.failure is None else None
         if loss is not None:
             self._after_loss(loss, news)

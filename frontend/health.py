@@ -4,6 +4,8 @@ import os
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from depthbatch.common.messages import SchedulerHeartbeat
 from depthbatch.frontend.processes import Processes
 
@@ -44,6 +46,8 @@ class HealthMonitor:
         """The engine has just become ready: silence counts from here."""
         self._worker_ready = True
         self._heard_s = time.monotonic()
+        if self._last is not None:  # work that waited for a worker is not this one's hang
+            self._last = msgspec.structs.replace(self._last, oldest_work_age_s=0.0)
 
     def worker_lost(self) -> None:
         self._worker_ready = False
@@ -70,6 +74,14 @@ class HealthMonitor:
         return EngineHealth(
             status, processes, last.num_running if last is not None else 0, last.num_waiting if last is not None else 0
         )
+
+    def hung(self, scheduler_ready: bool, limit_s: float) -> str | None:
+        """The process that serves and has not moved for ``limit_s`` although it should have, if there is one."""
+        if not scheduler_ready:
+            return None
+        if time.monotonic() - self._heard_s > max(limit_s, SILENCE_S):
+            return "scheduler"
+        return "worker" if self._worker_ready and self._age_s > limit_s else None
 
     @property
     def _age_s(self) -> float:

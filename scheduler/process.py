@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import zmq
 
+from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError
 from depthbatch.common.logging import get_logger
@@ -134,6 +135,7 @@ class SchedulerProcess:
     def dispatch(self, stage: ScheduledStage) -> None:
         """Hands a stage to the worker. If that has gone, its successor's WorkerReady brings the work back."""
         with self._timed("dispatch"):
+            fault_points.reach("scheduler.dispatch", stage)
             self.worker.send(stage)
         spent_s = sum(self._verb_seconds[verb] for verb in ("complete", "schedule", "dispatch"))
         self._stage_us.append(1e6 * (spent_s - self._spent_s))
@@ -144,6 +146,8 @@ class SchedulerProcess:
         with self._timed("publish"):
             if self.core is not None:
                 events += self.core.drain_events()
+                if events:
+                    fault_points.reach("scheduler.publish", events)
                 for request_id in self.frontends.publish(events):
                     self.core.abort(request_id)
             now = time.monotonic()
@@ -196,6 +200,7 @@ class SchedulerProcess:
             raise DepthbatchError("scheduler and worker are of different versions; both have to be started again")
         config = SchedulerConfig.resolve(self._options, ready.info)
         self.worker.take(peer, ready.pid)
+        self._last_progress_s = time.monotonic()
         if self.core is None:
             self.core = Scheduler(config)
             tune_garbage_collection()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DecodeError, DepthbatchError
 from depthbatch.common.frames import Int32Array
@@ -125,6 +126,7 @@ class WorkerLoop:
         header = received.message
         assert isinstance(header, StageBatch)
         frame, slot_params = _frames(header, received.frames)
+        fault_points.reach("worker.stage", (header, frame))
         self._in_flight.append(self._runner.launch(header, frame, slot_params))
 
     def _send_finished(self) -> None:
@@ -134,6 +136,7 @@ class WorkerLoop:
     def _send_oldest(self) -> None:
         launched = self._in_flight.popleft()
         result = self._runner.read(launched)
+        fault_points.reach("worker.result", result)
         self._link.send(result)
         self._clock.book(result.start_s, result.end_s, launched.header.after_no_work)
 
@@ -162,6 +165,7 @@ def build(config: EngineConfig) -> tuple[StageRunner, EngineInfo]:
     """The device the configuration asks for. torch is imported only where it is needed."""
     from depthbatch.worker import simulated
 
+    fault_points.reach("worker.load")
     if config.device.startswith(simulated.PREFIX):
         profile = simulated.find_profile(config.device.removeprefix(simulated.PREFIX))
         info = simulated.simulated_info(config, profile)

@@ -24,7 +24,7 @@ OTHER: dict[str, Any] = {
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
     "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
     "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
-    "speculation": "2", "draft_depth": 3, "draft_acceptance": 0.5,
+    "speculation": "2", "draft_depth": 3, "draft_acceptance": 0.5, "hang_s": 20.0,
     "chat_template": "chat.jinja", "generation_config": "off",
 }  # fmt: skip
 TARGETS = ("objective", "ttft_target_ms", "itl_target_ms")

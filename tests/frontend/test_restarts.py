@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from depthbatch.common.errors import ConfigError, EngineDeadError
-from depthbatch.common.messages import Fatal
+from depthbatch.common.messages import Fatal, SchedulerHeartbeat
 from depthbatch.frontend import restarts
+from depthbatch.frontend.health import HealthMonitor
 from depthbatch.frontend.restarts import FATAL_GRACE_S, MAX_RESTARTS, RESTART_WINDOW_S, RestartBudget, Restarts
 
 
@@ -135,3 +136,17 @@ def test_a_death_at_the_start_is_final_and_has_a_reason() -> None:
     watch.last_words = Fatal("worker", "no such model", user_error=True)
     loss = watch.look()
     assert loss is not None and isinstance(loss.failure, ConfigError) and str(loss.failure) == "no such model"
+
+
+def test_work_that_waited_for_a_worker_to_load_is_not_its_hang() -> None:
+    """The last heartbeat before the worker was ready tells of work that has waited all the while it loaded; judged by
+    that, a worker that takes longer to load than the limit would be killed as soon as it is ready, again and again."""
+    monitor = HealthMonitor(NamedProcesses())
+    monitor.ready()
+    monitor.worker_lost()
+    monitor.heartbeat(SchedulerHeartbeat(3, 100.0, 1, 3, 1, 0))
+    assert monitor.hung(True, 10.0) is None
+    monitor.ready()
+    assert monitor.hung(True, 10.0) is None
+    monitor.heartbeat(SchedulerHeartbeat(3, 10.5, 1, 3, 1, 0))
+    assert monitor.hung(True, 10.0) == "worker" and monitor.hung(False, 10.0) is None

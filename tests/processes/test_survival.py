@@ -1,0 +1,47 @@
+"""Real processes that hang, run out of memory or are killed by a request: what was running goes on with the same tokens.
+
+On the simulated device, whose tokens are a function of (seed, position)."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from depthbatch.frontend import health
+from depthbatch.frontend.llm import LLM
+from depthbatch.frontend.params import SamplingParams
+from fakes.faults import Fault, install
+
+OPTIONS = {"model": "demo", "device": "simulated:h100-ouro-1.4b", "max_num_seqs": 8, "min_free_slots": 1}
+PROMPTS = [[5 + i, 6, 7] for i in range(4)]
+PARAMS = [SamplingParams(max_tokens=40, seed=i, temperature=1.0, ignore_eos=True) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list[int]]:
+    with LLM(quiet=True, **OPTIONS) as llm:
+        return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def test_hangs_are_ended(
+    undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Row "the device hangs, its process lives: every request waits until somebody kills it by hand". A worker that waits for itself writes where it is into its log; one that is stopped cannot, which the frontend's
+    log says; then a scheduler hangs. Each is killed and started again, and every stream goes on with the tokens that it
+    would have had."""
+    monkeypatch.setattr(health, "SILENCE_S", 2.0)
+    faults = install(
+        monkeypatch,
+        tmp_path,
+        Fault("worker.stage", "deadlock", after=20),
+        Fault("worker.stage", "stop", after=20),
+        Fault("scheduler.dispatch", "deadlock", after=90),
+    )
+    with caplog.at_level(logging.ERROR, "depthbatch"), LLM(quiet=True, hang_s=2.0, **OPTIONS) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == undisturbed
+        assert faults.struck == 3 and llm.health().processes["scheduler"].restarts == 1
+        logs = {name: (llm._client.run_dir / f"{name}.log").read_text() for name in ("worker", "scheduler")}
+    said = caplog.text
+    assert said.count("worker") >= 4 and "is stopped by a signal" in said and "hangs: nothing from it for 2 s" in said
+    for log in logs.values():
+        assert log.count("Current thread") == 1 and "in _strike" in log
