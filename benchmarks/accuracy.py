@@ -1,7 +1,8 @@
-"""``depthbatch bench accuracy``: exact match of the demo task's held-out split, through the real engine.
+"""``depthbatch bench accuracy``: share of right answers, to the demo task's held-out questions or to a user's own, through
+the real engine.
 
-Greedy decoding; an answer counts when its text is the wanted one and the model ended it by itself. Gate, threshold and
-fixed depth are per request, so one engine serves all of them at once; KV layouts and truncated loops get an engine each.
+Greedy decoding. Gate, threshold and fixed depth are per request, so one engine serves all of them at once; KV layouts and
+truncated loops get an engine each.
 
 Depths are those of decode tokens: a fixed depth or a gate has no say over the prompt and the first output token, which
 prefill computes at full depth. ``by_layout`` truncates the loops of everything, prefill included (paper, Table 5).
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
+from depthbatch.benchmarks.questions import MATCHES, Question, heldout_questions, prompts_of, read_questions
 from depthbatch.benchmarks.record import write_json
 from depthbatch.common.config import (
     FIELD_NAMES,
@@ -30,7 +32,6 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
-from depthbatch.training.data import Example, heldout
 
 if TYPE_CHECKING:
     from depthbatch.frontend.llm import LLM
@@ -48,7 +49,22 @@ Report = dict[str, Any]
 def add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, size of the run, where results go, and the engine's options."""
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
-    parser.add_argument("--examples", type=int, default=None, help=f"held-out questions (default {EXAMPLES})")
+    parser.add_argument(
+        "--questions",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='a line each: {"prompt": .., "answer": ..} (default: the demo task)',
+    )
+    parser.add_argument("--match", choices=MATCHES, default="exact", help="how answers to --questions are judged")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=0, help="most of an answer to --questions (default: its length)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message in the model's chat template"
+    )
+    parser.add_argument(
+        "--examples", type=int, default=None, help=f"how many questions (default {EXAMPLES}, or all of a file)"
+    )
     parser.add_argument("--task-seed", type=int, default=0, help="which held-out questions are drawn")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_EXAMPLES} questions and fewer settings")
     parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
@@ -61,15 +77,14 @@ def run_accuracy(args: argparse.Namespace) -> int:
 
     Raises ConfigError, ModelError, RequestError, EngineDeadError.
     """
-    count = (QUICK_EXAMPLES if args.quick else EXAMPLES) if args.examples is None else args.examples
-    if count < 1:
-        raise ConfigError(f"--examples must be at least 1, not {count}")
+    questions = _questions(args)
     config = config_from_sources(args, model=args.model)
     if config.policy == "cb":
         raise ConfigError("policy cb runs every token at full depth: there is no depth to measure accuracy against")
     _check_outputs(args.output, args.figures)
-    report = measure(config, heldout(args.task_seed, count), args.quick)
-    report = {"model": Path(config.model).name, "examples": count, "task_seed": args.task_seed} | report
+    report = measure(config, questions, args.quick, args.chat)
+    drawn = {"task_seed": args.task_seed} if args.questions is None else {"questions": args.questions.name}
+    report = {"model": Path(config.model).name, "examples": len(questions)} | drawn | report
     print(tables(report), file=sys.stderr)
     write_json(report, args.output)
     if args.figures is not None:
@@ -78,6 +93,18 @@ def run_accuracy(args: argparse.Namespace) -> int:
         args.figures.mkdir(parents=True, exist_ok=True)
         draw_accuracy(report, args.figures)
     return 0
+
+
+def _questions(args: argparse.Namespace) -> list[Question]:
+    if args.examples is not None and args.examples < 1:
+        raise ConfigError(f"--examples must be at least 1, not {args.examples}")
+    if args.questions is None:
+        if args.match != "exact" or args.answer_tokens:
+            raise ConfigError("--match and --answer-tokens need --questions: the demo task has short, exact answers")
+        return heldout_questions(args.task_seed, args.examples or (QUICK_EXAMPLES if args.quick else EXAMPLES))
+    if args.answer_tokens < 0 or (args.match != "exact" and not args.answer_tokens):
+        raise ConfigError(f"--answer-tokens must say how long an answer may be, not {args.answer_tokens}")
+    return read_questions(args.questions, args.match, args.answer_tokens)[: args.examples]
 
 
 def _check_outputs(output: str | None, figures: Path | None) -> None:
@@ -102,12 +129,12 @@ class Setting(NamedTuple):
     threshold: float | None = None
     depth: int | None = None
 
-    def params(self, example: Example) -> "SamplingParams":
-        """Greedy, with room for the answer, its end marker, and one token more to be wrong by."""
+    def params(self, question: Question) -> "SamplingParams":
+        """Greedy, and as long as an answer may be."""
         from depthbatch.frontend.params import SamplingParams
 
         return SamplingParams(
-            max_tokens=len(example.answer.encode()) + 2,
+            max_tokens=question.output_tokens,
             temperature=0.0,
             gate=self.gate.label,
             exit_threshold=self.threshold,
@@ -161,25 +188,20 @@ class Score(NamedTuple):
         return self._asdict()
 
 
-def is_exact(example: Example, output: "RequestOutput") -> bool:
-    """Whether the text is the answer and nothing followed it."""
-    return output.text == example.answer and output.finish_reason == "stop"
-
-
-def score(examples: Sequence[Example], outputs: Sequence["RequestOutput"]) -> Score:
-    """The score of one setting's outputs, in the order of the examples (at least one)."""
+def score(questions: Sequence[Question], outputs: Sequence["RequestOutput"]) -> Score:
+    """The score of one setting's outputs, in the order of the questions (at least one)."""
     depths = Counter(depth for output in outputs for depth in output.exit_depths[1:])
-    right = sum(is_exact(example, output) for example, output in zip(examples, outputs, strict=True))
+    right = sum(each.is_right(output) for each, output in zip(questions, outputs, strict=True))
     mean = sum(depth * n for depth, n in depths.items()) / max(1, depths.total())
-    return Score(right / len(examples), mean, dict(sorted(depths.items())))
+    return Score(right / len(questions), mean, dict(sorted(depths.items())))
 
 
-def score_classes(examples: Sequence[Example], outputs: Sequence["RequestOutput"]) -> list[Report]:
-    """One row a difficulty class, in the order of their first example."""
+def score_classes(questions: Sequence[Question], outputs: Sequence["RequestOutput"]) -> list[Report]:
+    """One row a difficulty class, in the order of their first question."""
     rows = []
-    for name in dict.fromkeys(example.difficulty for example in examples):
-        chosen = [i for i, example in enumerate(examples) if example.difficulty == name]
-        part = score([examples[i] for i in chosen], [outputs[i] for i in chosen])
+    for name in dict.fromkeys(each.kind for each in questions):
+        chosen = [i for i, each in enumerate(questions) if each.kind == name]
+        part = score([questions[i] for i in chosen], [outputs[i] for i in chosen])
         rows.append({"class": name, **part.as_json()})
     return rows
 
@@ -188,28 +210,32 @@ def score_classes(examples: Sequence[Example], outputs: Sequence["RequestOutput"
 
 
 class Answers(NamedTuple):
-    """One setting's outputs, in the order of the examples."""
+    """One setting's outputs, in the order of the questions."""
 
     setting: Setting
     outputs: list["RequestOutput"]
 
 
 def ask(
-    llm: "LLM", examples: Sequence[Example], settings: Sequence[Setting], advance: Callable[[int], object]
+    llm: "LLM",
+    questions: Sequence[Question],
+    settings: Sequence[Setting],
+    advance: Callable[[int], object],
+    chat: bool = False,
 ) -> list[Answers]:
-    """Every example under every setting, all in one batch; ``advance`` is told of requests that finished."""
-    prompts = [example.prompt for _ in settings for example in examples]
-    params = [setting.params(example) for setting in settings for example in examples]
+    """Every question under every setting, all in one batch; ``advance`` is told of requests that finished."""
+    prompts: list[Any] = list(prompts_of(llm, questions, chat)) * len(settings)
+    params = [setting.params(question) for setting in settings for question in questions]
 
     def note(finished: int, total: int) -> None:
         advance(1)
 
     outputs = llm.generate(prompts, params, note)
-    n = len(examples)
+    n = len(questions)
     return [Answers(setting, outputs[i * n : (i + 1) * n]) for i, setting in enumerate(settings)]
 
 
-def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> Report:
+def measure(config: EngineConfig, questions: Sequence[Question], quick: bool, chat: bool = False) -> Report:
     """The report under the keys of names.md. One engine for gates and fixed depths, one for every other
     (layout, loops). Raises ConfigError, ModelError, RequestError, EngineDeadError."""
     from depthbatch.worker.models.loader import read_spec
@@ -222,22 +248,22 @@ def measure(config: EngineConfig, examples: Sequence[Example], quick: bool) -> R
             gated = gate_settings(info, quick)
             runs = layout_runs(info, layouts, quick)
             draft_depths = [depth for depth in fixed_depths(info.r_max, quick) if may_read_drafts(info, depth)]
-            bar.reset(total=len(examples) * (1 + len(fixed) + len(gated) + len(runs) + 2 * len(draft_depths)))
-            full, *others = ask(llm, examples, [FULL_DEPTH, *fixed, *gated], bar.update)
+            bar.reset(total=len(questions) * (1 + len(fixed) + len(gated) + len(runs) + 2 * len(draft_depths)))
+            full, *others = ask(llm, questions, [FULL_DEPTH, *fixed, *gated], bar.update, chat)
         fixed_answers = [*others[: len(fixed)], full._replace(setting=Setting(Gate.FIXED, depth=info.r_max))]
-        report = depth_report(examples, full, fixed_answers, others[len(fixed) :])
+        report = depth_report(questions, full, fixed_answers, others[len(fixed) :])
         report["by_layout"] = [_layout_row(info, report["full_depth_accuracy"])]
         for layout, loops in runs:
             with _engine(msgspec.structs.replace(config, kv_layout=layout, max_loops=loops)) as llm:
-                (answers,) = ask(llm, examples, [FULL_DEPTH], bar.update)
-                report["by_layout"].append(_layout_row(llm.info, score(examples, answers.outputs).accuracy))
+                (answers,) = ask(llm, questions, [FULL_DEPTH], bar.update, chat)
+                report["by_layout"].append(_layout_row(llm.info, score(questions, answers.outputs).accuracy))
         shown = Setting(GATE_BY_LABEL[report["by_class_setting"]["gate"]], report["by_class_setting"]["threshold"])
         asked = list(dict.fromkeys((FULL_DEPTH, shown)))
         report["by_draft_depth"] = []
         for depth in draft_depths:
             drafts = {"policy": "refill", "speculation": MAX_DRAFT_LANES, "draft_depth": depth}
             with _engine(msgspec.structs.replace(config, **drafts)) as llm:
-                report["by_draft_depth"] += [draft_row(depth, a) for a in ask(llm, examples, asked, bar.update)]
+                report["by_draft_depth"] += [draft_row(depth, a) for a in ask(llm, questions, asked, bar.update, chat)]
     return {"r_max": info.r_max, "kv_layout": str(info.kv_layout), "dtype": info.dtype} | report
 
 
@@ -268,15 +294,15 @@ def draft_row(depth: int, answers: Answers) -> Report:
 
 
 def depth_report(
-    examples: Sequence[Example], full: Answers, fixed: Sequence[Answers], gated: Sequence[Answers]
+    questions: Sequence[Question], full: Answers, fixed: Sequence[Answers], gated: Sequence[Answers]
 ) -> Report:
     """What one engine's answers say. ``by_class`` is of the setting that ``by_class_setting`` names: the shallowest
     within CLASS_SLACK of full depth, of the model's own gate where one is, else full depth."""
-    accuracy = score(examples, full.outputs).accuracy
+    accuracy = score(questions, full.outputs).accuracy
     own = [answers for answers in gated if answers.setting.gate is Gate.OWN]
     shown = min(
-        (a for a in own if score(examples, a.outputs).accuracy >= accuracy - CLASS_SLACK),
-        key=lambda answers: score(examples, answers.outputs).mean_depth,
+        (a for a in own if score(questions, a.outputs).accuracy >= accuracy - CLASS_SLACK),
+        key=lambda answers: score(questions, answers.outputs).mean_depth,
         default=full,
     )
     return {
@@ -284,8 +310,8 @@ def depth_report(
         "by_fixed_depth": [
             {
                 "depth": answers.setting.depth,
-                "accuracy": score(examples, answers.outputs).accuracy,
-                "accuracy_by_class": {r["class"]: r["accuracy"] for r in score_classes(examples, answers.outputs)},
+                "accuracy": score(questions, answers.outputs).accuracy,
+                "accuracy_by_class": {r["class"]: r["accuracy"] for r in score_classes(questions, answers.outputs)},
             }
             for answers in fixed
         ],
@@ -293,12 +319,12 @@ def depth_report(
             {
                 "gate": answers.setting.gate.label,
                 "threshold": answers.setting.threshold,
-                **score(examples, answers.outputs).as_json(),
+                **score(questions, answers.outputs).as_json(),
             }
             for answers in gated
         ],
         "by_class_setting": {"gate": shown.setting.gate.label, "threshold": shown.setting.threshold},
-        "by_class": score_classes(examples, shown.outputs),
+        "by_class": score_classes(questions, shown.outputs),
     }
 
 

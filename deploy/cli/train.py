@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from depthbatch.benchmarks import accuracy
+from depthbatch.benchmarks.questions import heldout_questions
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
 from depthbatch.frontend.tokenizer import load_tokenizer
 from depthbatch.training.checkpoints import load_ouro
 from depthbatch.training.corpus import Encode, read_rows
-from depthbatch.training.data import heldout
 from depthbatch.training.recipes import HUGINN_MOST_LOOPS, distillation_rows, train_demo, train_demo_huginn
 from depthbatch.training.train_gate import KINDS, collect_features, fit_gate, save_gate
 from depthbatch.training.trainer import RunConfig
@@ -75,7 +75,7 @@ def report(directory: Path, model: str, examples: int, threads: int) -> str:
     """The tables of a quick ``bench accuracy`` of an exported demo model (``demo`` or ``demo-huginn``)."""
     loops = None if model == "demo" else HUGINN_MOST_LOOPS  # beyond those it was not trained
     config = EngineConfig(model=str(directory), device="cpu", max_loops=loops, threads=threads)
-    figures = accuracy.measure(config, heldout(0, examples), quick=True)
+    figures = accuracy.measure(config, heldout_questions(0, examples), quick=True)
     return accuracy.tables({"model": model, "examples": examples} | figures)
 
 

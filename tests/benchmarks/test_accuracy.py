@@ -3,6 +3,7 @@ command on the shipped model, held against the training code's own evaluation.""
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,19 +12,22 @@ import pytest
 
 from depthbatch.benchmarks import accuracy
 from depthbatch.benchmarks.accuracy import FULL_DEPTH, Setting, ask, depth_report, gate_settings, layout_runs, tables
+from depthbatch.benchmarks.questions import Question, prompts_of, read_questions
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
+from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.frontend.llm import Progress
 from depthbatch.frontend.output import RequestOutput
 from depthbatch.frontend.params import SamplingParams
-from depthbatch.training.data import Example, heldout
+from depthbatch.frontend.tokenizer import load_tokenizer
+from depthbatch.training.data import heldout
 
 NEEDS = {"easy": 1, "middle": 2, "hard": 4}  # loops after which the made-up model knows the answer
-EXAMPLES = [Example(f"{name}{i}=", "7", name) for i in range(5) for name in NEEDS]
+EXAMPLES = [Question(f"{name}{i}=", "7", name) for i in range(5) for name in NEEDS]
 
 
 class MadeUpModel:
@@ -91,10 +95,57 @@ def test_figures_follow_from_the_construction() -> None:
 
 def test_an_answer_that_goes_on_is_wrong() -> None:
     """Exact match: the right text cut off by the token limit, or followed by more, does not count."""
-    example = Example("12+30=", "42", "add")
-    assert accuracy.is_exact(example, RequestOutput(None, [], "42", finish_reason="stop"))
-    assert not accuracy.is_exact(example, RequestOutput(None, [], "42", finish_reason="length"))
-    assert not accuracy.is_exact(example, RequestOutput(None, [], "420", finish_reason="stop"))
+    question = Question("12+30=", "42", "add")
+    assert question.is_right(RequestOutput(None, [], "42", finish_reason="stop"))
+    assert not question.is_right(RequestOutput(None, [], "42", finish_reason="length"))
+    assert not question.is_right(RequestOutput(None, [], "420", finish_reason="stop"))
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [("so 1,200.", True), ("3 x 400 = 1200.0 dollars", True), ("1200 or 12", False), ("many", False), ("-1200", False)],
+)
+def test_the_last_number_counts_however_it_is_written(text: str, right: bool) -> None:
+    """GSM8K's way: reasoning before the number, commas and decimals in it, and an answer that the length limit cut."""
+    question = Question("?", "400 * 3 = 1200 #### 1200", match="last-number", max_tokens=9)
+    assert question.is_right(RequestOutput(None, [], text, finish_reason="length")) is right
+
+
+def write_lines(file: Path, *lines: str) -> Path:
+    file.write_text("\n".join(lines), encoding="utf-8-sig")
+    return file
+
+
+def test_own_questions_are_read(tmp_path: Path) -> None:
+    """Empty lines and a byte-order mark are no questions, and a line separator within a text ends no line."""
+    file = write_lines(
+        tmp_path / "q.jsonl",
+        '{"prompt": "1+1=", "answer": "2", "class": "add"}',
+        "",
+        '{"prompt": "a\u2028b", "answer": "c"}',
+    )
+    first, second = read_questions(file, "exact", 0)
+    assert (first.prompt, first.answer, first.kind, first.output_tokens) == ("1+1=", "2", "add", 3)
+    assert (second.prompt, second.kind) == ("a\u2028b", "")
+    assert [each.output_tokens for each in read_questions(file, "exact", 50)] == [50, 50]
+
+
+@pytest.mark.parametrize(
+    ("line", "match", "named"),
+    [
+        ("", "exact", "no questions"),
+        ("{", "exact", "line 1 is no JSON"),
+        ("[]", "exact", "line 1 is no object"),
+        ('{"prompt": "a"}', "exact", "line 1: 'answer' must be a text, not None"),
+        ('{"prompt": "", "answer": "a"}', "exact", "'prompt' must be a text, not ''"),
+        ('{"prompt": "a", "answer": 3}', "exact", "'answer' must be a text, not 3"),
+        ('{"prompt": "a", "answer": "b", "depth": 1}', "exact", "unknown key 'depth'"),
+        ('{"prompt": "a", "answer": "b"}', "last-number", "'b' has no number"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused(tmp_path: Path, line: str, match: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        read_questions(write_lines(tmp_path / "q.jsonl", line), match, 9)
 
 
 def info(gates: tuple[Gate, ...], r_max: int, layout: KVLayout) -> EngineInfo:
@@ -132,6 +183,9 @@ def arguments(*options: str) -> argparse.Namespace:
         (["--policy", "cb"], "policy cb"),
         (["--examples", "0"], "--examples"),
         (["--output", "/nowhere/at/all.json"], "--output"),
+        (["--questions", "/nowhere/at/all.jsonl"], "--questions /nowhere/at/all.jsonl"),
+        (["--match", "last-number"], "--match and --answer-tokens need --questions"),
+        (["--questions", "q.jsonl", "--match", "last-number"], "--answer-tokens must say"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(options: list[str], named: str) -> None:
@@ -164,6 +218,38 @@ def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(report["by_draft_depth"]) == 6 and at_full_depth[0]["acceptance"] < at_full_depth[-1]["acceptance"]
     assert "at full depth" in tables(report)
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["accuracy-demo.png", "exits-demo.png"]
+
+
+def test_the_command_on_own_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are judged as asked, and classes are the file's."""
+    for name in ("layout_runs", "fixed_depths"):
+        monkeypatch.setattr(accuracy, name, lambda *_: [])
+    lines = [
+        f'{{"prompt": "{p}", "answer": "is {a}", "class": "{c}"}}'
+        for p, a, c in (("46+5=", 51, "r"), ("72+23=", 5, "w"))
+    ]
+    file, output = write_lines(tmp_path / "q.jsonl", *lines), tmp_path / "out.json"
+    options = ["--questions", str(file), "--match", "last-number", "--answer-tokens", "6", "--quick"]
+    common = ["--dtype", "float32", "--threads", "1", "--max-model-len", "128", "--kv-blocks", "600"]
+    assert accuracy.run_accuracy(arguments("demo", *common, *options, "--output", str(output))) == 0
+    report = json.loads(output.read_text())
+    assert (report["examples"], report["questions"], report["full_depth_accuracy"]) == (2, "q.jsonl", 0.5)
+    assert [(row["class"], row["accuracy"]) for row in report["by_class"]] == [("r", 1.0), ("w", 0.0)]
+
+
+def test_chat_goes_through_the_template() -> None:
+    class NoTokenizer:
+        tokenizer = None
+
+    with pytest.raises(ConfigError, match="--chat: this model has no tokenizer"):
+        prompts_of(NoTokenizer(), EXAMPLES, True)  # type: ignore[arg-type]
+
+    class Demo:
+        tokenizer = load_tokenizer(resolve_model_dir(EngineConfig().model))
+
+    (ids,) = prompts_of(Demo(), EXAMPLES[:1], True)  # type: ignore[arg-type]
+    assert Demo.tokenizer is not None
+    assert ids == Demo.tokenizer.encode_chat([{"role": "user", "content": EXAMPLES[0].prompt}])
 
 
 def reference_accuracy(count: int) -> float:
