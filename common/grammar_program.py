@@ -10,10 +10,12 @@ import contextlib
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import socket
 import sys
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -27,6 +29,14 @@ from depthbatch.common.grammar_limits import (
 
 MAX_MESSAGE = 1 << 20
 ALLOWED, ENDED, FAILED = b"a", b"e", b"f"  # first byte of an answer: a mask follows; only the end may; why not
+
+
+KNOWN_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)  # the library refuses others
+_VALUES = frozenset({"const", "enum", "default", "examples"})  # keywords that hold no schema
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_WRONG_REGEX = re.compile(r"regex parse error:\n    (.*)\n    ( *)(\^+)\n+error: (.*)")
 
 
 class GrammarFailure(Exception):
@@ -84,7 +94,8 @@ def _source(grammar: str) -> str:
     try:
         if kind == "json_schema":
             # compact: with free whitespace a model may go on with spaces for ever
-            return str(LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": False}))
+            options = {"whitespace_flexible": False, "coerce_one_of": True}
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(_without_annotations(json.loads(text))), options))
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(text))
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(entry) for entry in json.loads(text))))
@@ -92,8 +103,33 @@ def _source(grammar: str) -> str:
         raise GrammarFailure(_first_line(str(error))) from None
 
 
+def _without_annotations(schema: Any) -> Any:
+    """A schema without the formats that the library does not know: to the standard a format is an annotation."""
+    if isinstance(schema, list):
+        return [_without_annotations(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in KNOWN_FORMATS:
+            continue
+        if key in _VALUES:
+            kept[key] = value
+        elif key in _BY_NAME and isinstance(value, dict):
+            kept[key] = {name: _without_annotations(entry) for name, entry in value.items()}
+        else:
+            kept[key] = _without_annotations(value)
+    return kept
+
+
 def _first_line(message: str) -> str:
-    """The library's message without the quotation of the grammar that follows it."""
+    """The library's message without the quotation of the grammar that follows it; of a regular expression, which part
+    of it is wrong."""
+    if match := _WRONG_REGEX.search(message):
+        pattern, spaces, marks, reason = match.groups()
+        start = len(spaces)
+        part = f" at character {start + 1}, {pattern[start : start + len(marks)][:80]!r}," if marks else ""
+        return f"{reason}{part} of the regular expression {pattern[:120]!r}"
     line = (message.strip().splitlines() or [""])[0]
     known = {"NoExtensionBias": "nothing matches it", "NoExtension": "nothing matches it"}
     return known.get(line, line)[:300] or "the grammar library gave up on it"

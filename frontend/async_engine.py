@@ -255,7 +255,7 @@ class AsyncEngine:
         ``client``: a number of whoever asks; where requests wait, clients take turns."""
         for token_ids, params in requests:
             check_stop(params, self.tokenizer)
-            await self._prove_grammar(token_ids, params)
+            await self._prove_grammar(token_ids, params, client)
         with self._submitted(requests, request_id, client) as mailbox:
             while mailbox.places:
                 if deltas := await mailbox.take():
@@ -294,13 +294,13 @@ class AsyncEngine:
         if self._client.abort(internal_id):
             self._after_send()
 
-    async def _prove_grammar(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+    async def _prove_grammar(self, token_ids: Sequence[int], params: SamplingParams, client: int = 0) -> None:
         """Has a request's grammar compiled beside the loop. Raises RequestError, also when that takes too much."""
         if params.constraint is None:
             return
-        future = self._grammars.submit(self._client.check(token_ids, params).grammar)
+        future = self._grammars.submit(self._client.check(token_ids, params).grammar, client)
         if future is not None:
-            await asyncio.wrap_future(future)
+            await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
 
     async def abort(self, request_id: str) -> bool:
         """Ends every request of that name with finish reason "abort"; False if there is none, which is fine."""

@@ -8,10 +8,10 @@ and takes a step: what cannot be compiled or met is the error of one client, and
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
 from depthbatch.common.grammar_host import GrammarError, GrammarHost
@@ -21,7 +21,7 @@ from depthbatch.common.model_dir import resolve_model_dir
 
 MAX_GRAMMAR_CHARS = 64 * 1024
 REMEMBERED = 64  # grammars that were compiled lately: clients send the same one with every request
-MAX_WAITING = 32  # grammars that are compiled or wait for it; one after another, each with its limits
+MAX_WAITING = 32  # grammars of one client that wait to be compiled; one after another, each with its limits
 
 
 def canonical_constraint(json_schema: Any, regex: Any, choice: Any) -> tuple[str | None, str | None, tuple[str, ...]]:
@@ -93,10 +93,18 @@ def refusal(grammar: str, reason: object) -> RequestError:
     return RequestError(f"{name}: {reason}", name)
 
 
+class Proof(NamedTuple):
+    """A grammar that waits to be compiled, and who hears of it."""
+
+    grammar: str
+    done: Future[None]
+
+
 class GrammarChecker:
     """Has grammars compiled to see whether they can be; remembers those that could. Any thread may submit.
 
-    ``make_host`` is called with the first grammar: few engines see one.
+    Clients take turns, so that no one's grammars keep another's waiting. ``make_host`` is called with the first grammar:
+    few engines see one.
     """
 
     def __init__(self, make_host: Callable[[], GrammarHost]) -> None:
@@ -104,22 +112,26 @@ class GrammarChecker:
         self._host: GrammarHost | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._waiting: list[Future[None]] = []
+        self._waiting: OrderedDict[int, deque[Proof]] = OrderedDict()  # by client, whose turn it is first
         self._closed = False
         self._proved: OrderedDict[str, None] = OrderedDict()
 
-    def submit(self, grammar: str) -> "Future[None] | None":
-        """Starts the proof; the future raises RequestError naming the field. None: known to be right. Raises
-        OverloadedError when too many wait."""
+    def submit(self, grammar: str, client: int = 0) -> "Future[None] | None":
+        """Starts the proof; the future, which may be another request's, too, raises RequestError naming the field. None:
+        known to be right. Raises OverloadedError when too many of the client's wait."""
         with self._lock:
             if not grammar or grammar in self._proved:
                 return None
-            self._waiting = [future for future in self._waiting if not future.done()]
-            if len(self._waiting) >= MAX_WAITING:
+            waiting = self._waiting.get(client, ())
+            for proof in waiting:
+                if proof.grammar == grammar:
+                    return proof.done
+            if len(waiting) >= MAX_WAITING:
                 raise OverloadedError(f"{MAX_WAITING} grammars are waiting to be compiled")
-            future = self._thread.submit(self._prove, grammar)
-            self._waiting.append(future)
-            return future
+            proof = Proof(grammar, Future())
+            self._thread.submit(self._prove_next)
+            self._waiting.setdefault(client, deque()).append(proof)
+            return proof.done
 
     def check(self, grammar: str) -> None:
         """Submits and waits. Raises what they raise."""
@@ -134,10 +146,25 @@ class GrammarChecker:
             self._thread.submit(self._close_host)
             self._thread.shutdown(wait=False)
 
+    def _prove_next(self) -> None:
+        """In the thread, which owns the host: of the client whose turn it is, what has waited longest."""
+        with self._lock:
+            client, waiting = self._waiting.popitem(last=False)
+            grammar, done = waiting.popleft()
+            if waiting:
+                self._waiting[client] = waiting
+        try:
+            self._prove(grammar)
+        except BaseException as error:  # also a panic: whoever waits is told
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
     def _prove(self, grammar: str) -> None:
-        """In the thread, which owns the host."""
         if self._closed:
             raise EngineDeadError("the engine is closed")
+        if grammar in self._proved:  # while it waited
+            return
         if self._host is None:
             self._host = self._make_host()
         try:

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from depthbatch.common import grammar_program
 from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
 from depthbatch.common.grammar_host import GrammarError, GrammarHost
 from depthbatch.common.messages import GrammarStart
 from depthbatch.frontend import grammar
+from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.grammar import GrammarChecker, canonical_constraint, grammar_text
+from depthbatch.frontend.params import SamplingParams
 from depthbatch.worker.sampling.grammar_matchers import Grammars
 from fakes.serving_engine import demo_host
 
@@ -120,6 +123,9 @@ def test_one_clients_grammar_is_its_own_trouble(checker: GrammarChecker, name: s
         ("json_schema", {"type": "integer", "multipleOf": 10}),
         ("json_schema", {"type": "number", "multipleOf": 0.0000001}),
         ("json_schema", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": []}),
+        ("json_schema", {"items": {"type": "string", "format": "uri-template"}}),
+        ("json_schema", {"properties": {"const": {"format": "password"}}, "$defs": {"enum": {"format": "iri"}}}),
+        ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
         (
             "json_schema",
             {
@@ -139,6 +145,62 @@ def test_good_grammars_pass(checker: GrammarChecker, field: str, value: Any) -> 
     """The limits are no hindrance to what people send."""
     checker.check(text_of(field, value))
     assert checker.submit(text_of(field, value)) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "follows"),
+    [
+        ({"type": "string", "format": "uri-template"}, '"{', True),
+        ({"properties": {"default": {"format": "no-such", "type": "integer"}}}, '{"default":1', True),
+        ({"$ref": "#/own/a", "own": {"a": {"type": "string", "format": "no-such"}}}, '"x', True),
+        ({"const": {"format": "no-such"}}, '{"format":"n', True),
+        ({"const": {"format": "no-such"}}, "{}", False),
+        ({"type": "string", "format": "date"}, '"2026-1', True),
+        ({"type": "string", "format": "date"}, '"x', False),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1.5", True),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "t", False),
+    ],
+)
+def test_formats_are_annotations_and_one_of_is_taken(grammars: Grammars, schema: Any, text: str, follows: bool) -> None:
+    """Bug: a format that the library does not know was refused, though the standard calls formats annotations, and so was
+    oneOf whose branches overlap. Formats that it knows still hold, and a value that looks like a format is a value."""
+    grammars.admit([7], [GrammarStart(7, 1, text_of("json_schema", schema))])
+    taken = 0
+    for token in (ord(character) - 30 for character in text):  # the demo's tokens of what can be printed
+        if token not in allowed(grammars, 7):
+            break
+        grammars.note([7], [token])
+        taken += 1
+    assert failures_of(grammars, [7]) == {}
+    assert (taken == len(text)) == follows
+
+
+def test_known_formats_are_those_of_the_library(grammars: Grammars) -> None:
+    """A format that it did not know any more would be refused again."""
+    for known in grammar_program.KNOWN_FORMATS:
+        grammars.admit([7], [GrammarStart(7, 1, text_of("json_schema", {"type": "string", "format": known}))])
+        assert allowed(grammars, 7) == [4], known  # a quotation mark
+        assert failures_of(grammars, [7]) == {}, known
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("regex", "ab(c", "unclosed group at character 3, '(', of the regular expression 'ab(c'"),
+        ("regex", "a|[z-b]x", "invalid character class range, the start must be <= the end at character 4, 'z-b', "),
+        (
+            "json_schema",
+            {"properties": {"a": {"type": "string", "pattern": "("}}},
+            "unclosed group at character 1, '('",
+        ),
+        ("json_schema", {"not": {"type": "integer"}}, '["not"]'),
+    ],
+)
+def test_an_error_names_the_part_at_fault(checker: GrammarChecker, field: str, value: Any, reason: str) -> None:
+    """Bug: of "(" users got "regex parse error:" and no more, of a schema not which pattern."""
+    with pytest.raises(RequestError) as caught:
+        checker.check(text_of(field, value))
+    assert reason in str(caught.value) and str(caught.value).startswith(f"{field}: ")
 
 
 @pytest.mark.parametrize("field", ["regex", "choice"])
@@ -183,27 +245,70 @@ def test_good_grammars_are_compiled_once() -> None:
     checker.close()
 
 
-def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One client's slow grammars take no more than the places there are: who comes next is refused at once, with the
-    reason, and served once they are through. What waits when the engine closes is told so."""
+def test_only_so_many_of_a_client_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client's slow grammars take no more than the places that one has: its next is refused at once, with the reason,
+    and served once they are through. What waits when the engine closes is told so."""
     monkeypatch.setattr(grammar, "MAX_WAITING", 2)
     held = Held()
     checker = GrammarChecker(lambda: held)  # type: ignore[arg-type, return-value]
-    first, second = checker.submit("regex:a"), checker.submit("regex:b")
+    futures = [hold(held, checker), checker.submit("regex:b"), checker.submit("regex:c")]
+    assert checker.submit("regex:b") is futures[1]  # waits already
     with pytest.raises(OverloadedError, match="2 grammars are waiting"):
-        checker.submit("regex:c")
+        checker.submit("regex:d")
+    assert checker.submit("regex:d", client=7) is not None
     held.release.set()
-    assert first is not None and second is not None
-    assert (first.result(60), second.result(60)) == (None, None)
-    checker.check("regex:c")
+    assert [future and future.result(60) for future in futures] == [None] * 3
+    checker.check("regex:d")
     held.release.clear()
-    slow, late = checker.submit("regex:d"), checker.submit("regex:e")
-    while held.asked[-1] != "regex:d":
-        time.sleep(0.001)
+    slow, late = hold(held, checker, "regex:e"), checker.submit("regex:f")
     checker.close()
     held.release.set()
     assert slow is not None and late is not None
-    assert isinstance(late.exception(60), EngineDeadError) and held.asked[-1] == "regex:d"
+    assert isinstance(late.exception(60), EngineDeadError) and held.asked[-1] == "regex:e"
+
+
+def hold(held: Held, checker: GrammarChecker, text: str = "regex:a") -> Any:
+    """Submits a grammar, and waits until it is being compiled."""
+    future = checker.submit(text)
+    while text not in held.asked:
+        time.sleep(0.001)
+    return future
+
+
+def test_clients_take_turns() -> None:
+    """Bug: one API key's grammars stood before everybody else's. Whoever comes later with one is the next but one."""
+    held = Held()
+    checker = GrammarChecker(lambda: held)  # type: ignore[arg-type, return-value]
+    futures = [hold(held, checker)]
+    futures += [checker.submit(f"regex:1{index}", client=1) for index in range(3)]
+    futures += [checker.submit(f"regex:2{index}", client=2) for index in range(2)]
+    held.release.set()
+    assert [future.result(60) for future in futures if future] == [None] * 6
+    assert held.asked[1:] == ["regex:10", "regex:20", "regex:11", "regex:21", "regex:12"]
+    checker.close()
+
+
+def test_a_client_that_leaves_takes_nobodys_proof_along() -> None:
+    """Requests with the same new grammar wait for one proof; cancelling one of them left the others without an answer."""
+    held = Held()
+    engine: Any = SimpleNamespace(
+        _grammars=GrammarChecker(lambda: held),  # type: ignore[arg-type, return-value]
+        _client=SimpleNamespace(check=lambda token_ids, params: SimpleNamespace(grammar="regex:g")),
+    )
+
+    async def two() -> None:
+        hold(held, engine._grammars)
+        params = SamplingParams(regex="g")
+        first, second = (asyncio.ensure_future(AsyncEngine._prove_grammar(engine, [], params)) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0)
+        held.release.set()
+        await second
+
+    asyncio.run(two())
+    assert held.asked == ["regex:a", "regex:g"]
+    engine._grammars.close()
 
 
 def test_compiling_leaves_the_event_loop_free() -> None:
