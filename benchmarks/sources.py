@@ -35,6 +35,7 @@ from depthbatch.benchmarks.synthetic import (
 )
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.text_files import read_text
 
 REAL_SHAREGPT = "sharegpt-real"
 DEFAULT_REQUESTS = 1000
@@ -134,7 +135,7 @@ def import_file(path: Path, kind: str) -> list[Pair]:
     if kind not in _READERS:
         raise ConfigError(f"data set kind {kind!r} is not one of {', '.join(_READERS)}")
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     return import_pairs(text, kind, str(path))

@@ -49,6 +49,7 @@ from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_de
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import OBJECTIVES, EngineConfig
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.text_files import read_text
 from depthbatch.worker.device_profile import DeviceProfile, LinearCost
 
 Row = dict[str, Any]
@@ -120,10 +121,10 @@ def _resumed(sweep: Mapping[str, Any], path: Path, again: str | None) -> list[Ro
 def read_sweep(path: Path) -> dict[str, Any]:
     """A checked sweep file. Raises ConfigError naming file and key."""
     try:
-        sweep = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        sweep = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"sweep {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"sweep {path}: not TOML ({error})") from None
     for key in sweep:
         if key not in _KEYS:

@@ -14,6 +14,7 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import MAX_DEPTH
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams, Submit
+from depthbatch.common.text_files import read_json
 
 if TYPE_CHECKING:
     from depthbatch.frontend.params import SamplingParams
@@ -92,10 +93,10 @@ class Workload:
     def read(cls, path: str | Path) -> "Workload":
         """Raises ConfigError naming the file, the request and the field at fault."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+            data = read_json(path)
         except OSError as error:
             raise ConfigError(f"workload {path}: {error.strerror or error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"workload {path}: not JSON ({error})") from None
         if not isinstance(data, dict) or not isinstance(data.get("requests"), list):
             raise ConfigError(f"workload {path}: no list 'requests'")

@@ -22,6 +22,7 @@ from msgspec import Meta
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.text_files import read_text
 
 POLICIES = ("auto", "refill", "no-refill", "cb")
 OBJECTIVES = ("throughput", "latency", "goodput")
@@ -411,7 +412,7 @@ def check_environment(environ: Mapping[str, str], options: Collection[str]) -> N
 def read_toml(path: Path, options: Mapping[str, Option] = FIELDS) -> dict[str, Any]:
     """The options of a TOML file; names with dashes or underscores. Raises ConfigError naming file, key and value."""
     try:
-        table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        table = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

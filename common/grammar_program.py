@@ -26,6 +26,7 @@ from depthbatch.common.grammar_limits import (
     STEP_CPU_S,
     TOKENS_A_STEP,
 )
+from depthbatch.common.text_files import read_text
 
 MAX_MESSAGE = 1 << 20
 ALLOWED, ENDED, FAILED = b"a", b"e", b"f"  # first byte of an answer: a mask follows; only the end may; why not
@@ -94,8 +95,10 @@ def _source(grammar: str) -> str:
     try:
         if kind == "json_schema":
             # compact: with free whitespace a model may go on with spaces for ever
-            options = {"whitespace_flexible": False, "coerce_one_of": True}
-            return str(LLMatcher.grammar_from_json_schema(json.dumps(_without_annotations(json.loads(text))), options))
+            schema = json.dumps(_without_annotations(json.loads(text)))
+            return str(
+                LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False, "coerce_one_of": True})
+            )
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(text))
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(entry) for entry in json.loads(text))))
@@ -182,8 +185,9 @@ def _limit_memory() -> None:
 def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     try:
-        with open(arguments[1], encoding="utf-8") as file:
-            tokenizer = LLTokenizer(file.read(), n_vocab=int(arguments[2]), eos_token=list(map(int, arguments[3:])))
+        tokenizer = LLTokenizer(
+            read_text(arguments[1]), n_vocab=int(arguments[2]), eos_token=list(map(int, arguments[3:]))
+        )
     except Exception as error:  # whatever the library makes of a tokenizer that it does not know
         control.send(FAILED + _first_line(str(error)).encode("utf-8", "replace"))
         return

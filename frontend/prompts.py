@@ -1,6 +1,5 @@
 """From what callers write (a model's name, a prompt, parameters) to what runs: tokenizer, token ids, one output's assembler."""
 
-import json
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError, RequestError
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.common.text_files import read_json, read_text
 from depthbatch.frontend.output import OutputAssembler, Scoring
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.tokenizer import Tokenizer, check_fewest, load_tokenizer
@@ -53,7 +53,7 @@ def load_texts(config: EngineConfig) -> ModelTexts:
 
 def _template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: cannot read {path}: {getattr(error, 'strerror', error)}") from None
 
@@ -64,10 +64,10 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = read_json(path)
         given = {name: values[key] for key, name in GENERATION_FIELDS.items() if values.get(key) is not None}
         SamplingParams(**given)
-    except (OSError, ValueError, AttributeError, TypeError, RequestError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError, RequestError) as error:
         raise ModelError(f"{path}: {' '.join(str(error).split())}; --generation-config off leaves it out") from None
     return given
 

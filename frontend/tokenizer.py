@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as Backend
 
 from depthbatch.common.errors import ModelError, RequestError
+from depthbatch.common.text_files import read_json, read_text
 from depthbatch.frontend.chat_template import ChatTemplate, chosen_template
 from depthbatch.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from depthbatch.frontend.params import ContextLengthError
@@ -32,7 +33,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> "Tokeni
     """
     try:
         if (directory / "tokenizer.json").is_file():
-            backend = Backend.from_str((directory / "tokenizer.json").read_text(encoding="utf-8-sig"))
+            backend = Backend.from_str(read_text(directory / "tokenizer.json"))
         elif any((directory / name).is_file() for name in OTHER_FILES):
             backend = _converted(directory)
         else:
@@ -61,7 +62,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if template := _json_file(directory / "chat_template.json").get("chat_template"):
         config["chat_template"] = template
     if (path := directory / "chat_template.jinja").is_file():
-        config["chat_template"] = path.read_text(encoding="utf-8-sig")
+        config["chat_template"] = read_text(path)
     return config
 
 
@@ -69,7 +70,7 @@ def _json_file(path: Path) -> dict[str, Any]:
     """What the file holds; nothing where there is none. A byte-order mark is no part of it."""
     if not path.is_file():
         return {}
-    values = json.loads(path.read_text(encoding="utf-8-sig"))
+    values = read_json(path)
     if not isinstance(values, dict):
         raise ModelError(f"{path.name} must hold an object")
     return values

@@ -69,6 +69,50 @@ def test_nothing_is_unpickled() -> None:
                     )
 
 
+READ_DIRECTLY = {
+    "common/grammar_program.py": "/proc",
+    "common/messages.py": "our sources",
+    "common/text_files.py": "the home",
+    "benchmarks/gpu/check.py": "its own results",
+    "benchmarks/paper_report.py": "its own results",
+    "benchmarks/service_figures.py": "the server's log, /proc",
+    "benchmarks/sources.py": "bytes, decoded by text_files",
+    "benchmarks/sweep.py": "its own results",
+    "benchmarks/trace.py": "the scheduler's trace",
+    "deploy/cli/generate.py": "bytes, decoded by text_files",
+    "deploy/supervise/attached.py": "the run directory",
+    "deploy/supervise/program.py": "the run directory",
+    "deploy/supervise/run_files.py": "the run directory",
+    "deploy/supervise/supervision.py": "the run directory",
+    "frontend/processes.py": "logs of processes",
+    "training/data.py": "text that ships",
+    "worker/device.py": "/proc, /sys",
+    "worker/layers/cpu/compile.py": "our sources, /proc",
+}  # what is read there is written by machines, without a byte-order mark
+
+
+def reads_a_file(call: ast.Call) -> bool:
+    """By any of the ways there are."""
+    name = ast.unparse(call.func)
+    if name == "open" or name.endswith(".open"):
+        mode = next((a.value for a in call.args[name == "open" :] if isinstance(a, ast.Constant)), "r")
+        return name != "os.open" and not set(str(mode)) & set("wax")
+    return name in ("json.load", "tomllib.load") or name.endswith((".read_text", ".read_bytes"))
+
+
+def test_byte_order_marks_are_taken_off_in_one_place() -> None:
+    """Bug: device profiles, training data and the grammar host's tokenizer were not read when an editor had put a
+    byte-order mark before them. What people write is read by common.text_files."""
+    direct = set()
+    for path in (path for package in PACKAGES for path in sources(package)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            by_hand = isinstance(node, ast.Constant) and node.value == "utf-8-sig"
+            reads = isinstance(node, ast.Call) and reads_a_file(node) and "text_files." not in ast.unparse(node)
+            if by_hand or reads:
+                direct.add(str(path.relative_to(ROOT)))
+    assert direct == set(READ_DIRECTLY)
+
+
 def test_arrows_are_seen() -> None:
     """The test above would pass on anything if it found no imports at all."""
     assert "common" in set(imported_packages(ROOT / "scheduler" / "process.py"))

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.text_files import read_text
 from depthbatch.training.train_gate import TokenRow
 
 Encode = Callable[[str], list[int]]
@@ -66,7 +67,7 @@ def read_rows(path: Path, encode: Encode, vocab_size: int, length: int, most_tok
     Raises ConfigError: an unreadable file, a malformed line, or no token to learn from.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the data file {path}: {reason}") from None

@@ -11,6 +11,7 @@ import msgspec
 
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
+from depthbatch.common.text_files import read_text
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0.0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -89,7 +90,9 @@ def parse_profile(text: bytes | str, source: str) -> DeviceProfile:
 def read_profile(path: Path) -> DeviceProfile:
     """Reads a profile file; ConfigError when it is missing or not a profile."""
     try:
-        data = path.read_bytes()
+        text = read_text(path)
     except OSError as error:
         raise ConfigError(f"device profile {path}: {error.strerror}") from None
-    return parse_profile(data, str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"device profile {path}: {error}") from None
+    return parse_profile(text, str(path))

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, to_toml
 from depthbatch.common.errors import RequestError
+from depthbatch.common.text_files import decode_text
 from depthbatch.deploy.cli.request_options import DEMOS
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.output import OutputDelta, RequestOutput
@@ -98,7 +99,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if name is not None:
         try:
             data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-            lines = data.decode("utf-8-sig").removesuffix("\n").split("\n") if data or args.file else []
+            lines = decode_text(data).removesuffix("\n").split("\n") if data or args.file else []
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"cannot read {name}: {error}") from None
         name = "stdin" if name == "-" else name

@@ -4,7 +4,6 @@ Reads headers first, so that a wrong name, shape or a cut-off file is reported b
 one by one, so that no second copy of the model exists while it is built.
 """
 
-import json
 import math
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from depthbatch.common import text_files
 from depthbatch.common.errors import ModelError
 from depthbatch.worker.models.family import TensorTable
 from depthbatch.worker.sampling.random_numbers import bits_of_key, row_key
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}")
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = text_files.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(values, dict):
