@@ -1,20 +1,39 @@
-"""Errors a user can cause. Each carries one line that names the thing that is wrong."""
+"""Errors with one line for whoever runs the program, which names the thing that is wrong; and the exit codes of every
+process and command that ends with one.
+"""
+
+FAULT = 1  # whoever runs the program may start it again
+USER_ERROR = 2  # the configuration is wrong: another start would end the same way
 
 
 class DepthbatchError(Exception):
-    """Base of every error with a message fit for a user; the command line prints it and exits with 2."""
+    """Base of every error with a message fit for a user; the command line prints it and exits with ``exit_code``."""
+
+    exit_code = FAULT
 
 
 class ConfigError(DepthbatchError):
     """A bad option, TOML key, environment value or combination of them."""
 
+    exit_code = USER_ERROR
+
 
 class ModelError(DepthbatchError):
     """A missing, broken or unsupported model directory."""
 
+    exit_code = USER_ERROR
+
+
+class DownloadError(ModelError):
+    """A model that may exist and could not be had now: the network, the disk, or the site it comes from."""
+
+    exit_code = FAULT
+
 
 class RequestError(DepthbatchError):
     """A request that can never be served. ``param`` names the field at fault, if one is."""
+
+    exit_code = USER_ERROR
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from depthbatch.common.errors import ModelError
+from depthbatch.common.errors import DownloadError, ModelError
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "training" / "demo"
 _DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -11,7 +11,7 @@ _DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 def resolve_model_dir(name: str) -> Path:
     """The directory behind a model name: a local directory, a name shipped in the package, or a Hugging Face repo id.
 
-    Raises ModelError when there is no such directory and it cannot be downloaded.
+    Raises ModelError when there is no such directory or repository, DownloadError when it cannot be downloaded now.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -28,12 +28,14 @@ def resolve_model_dir(name: str) -> Path:
 
 
 def _download(repo: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
+    of_the_user = (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     try:
         return Path(snapshot_download(repo, allow_patterns=_DOWNLOAD_PATTERNS))
     except Exception as error:  # the client raises a dozen unrelated types, offline ones included
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
+        kind = ModelError if isinstance(error, of_the_user) or constants.HF_HUB_OFFLINE else DownloadError
+        raise kind(
             f"model '{repo}' is neither a local directory nor could it be downloaded from Hugging Face: {reason}"
         ) from None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from depthbatch.common.logging import get_logger, setup_logging
+from depthbatch.common.run_dir import note_end
 
 STACKS_SIGNAL = signal.SIGUSR2  # to scheduler or worker: write the stacks of your threads into the log
 
@@ -33,7 +34,13 @@ def run_child(name: str, run: Callable[[str, str], int]) -> int:
     setup_logging(name)
     die_with_threads()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # by the C library's handler: needs no lock of Python's
-    return run(arguments.run_dir, arguments.config)
+    try:
+        status = run(arguments.run_dir, arguments.config)
+    except SystemExit as end:  # a signal
+        status = int(end.code or 0)
+    if status == 0:
+        note_end(arguments.run_dir, name)
+    return status
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -1,5 +1,6 @@
 """The run directory of one engine: private, locked while its owner lives, removed by a later engine if that has died."""
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -45,6 +46,20 @@ class RunDir:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+def note_end(run_dir: str | Path, name: str) -> None:
+    """This process, the program ``name``, ends because it was asked to: whoever starts it again need not count a fault."""
+    with contextlib.suppress(OSError):  # the directory may be gone
+        (Path(run_dir) / f"{name}.ended").write_text(str(os.getpid()))
+
+
+def read_end(run_dir: str | Path, name: str) -> int:
+    """Pid of the last process that has noted its end; 0 where none has."""
+    try:
+        return int((Path(run_dir) / f"{name}.ended").read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _default_base() -> Path:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from depthbatch.common.errors import ConfigError, DepthbatchError, EngineDeadError
+from depthbatch.common.errors import USER_ERROR, ConfigError, DepthbatchError, EngineDeadError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo, Fatal
 from depthbatch.frontend.processes import Process, Processes
@@ -12,7 +12,6 @@ from depthbatch.frontend.processes import Process, Processes
 FATAL_GRACE_S = 0.3  # a dying worker's last words come through the scheduler
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means that restarting does not help
 RESTART_WINDOW_S = 60.0
-USER_ERROR_EXIT_CODE = 2
 
 log = get_logger("frontend")
 
@@ -77,7 +76,7 @@ class Restarts:
             return None
         if not self._served:
             return self._look_at_start(dead)
-        if self._budget.spend():
+        if self._may_return(dead):
             return Loss(dead)
         reason = self.last_words.message if self.last_words is not None else dead[0].epitaph()
         return Loss(dead, EngineDeadError(f"restarting does not help: {reason}"))
@@ -92,11 +91,15 @@ class Restarts:
             return Loss(dead, failure)
         if all(process.dead_for_s < FATAL_GRACE_S for process in dead):
             return None
-        if first.will_return() and self._budget.spend():
+        if first.will_return() and self._may_return(dead):
             return Loss(dead)
-        if first.exit_code == USER_ERROR_EXIT_CODE:
+        if first.exit_code == USER_ERROR:
             return Loss(dead, ConfigError(first.last_line() or first.epitaph()))
         return Loss(dead, EngineDeadError(first.epitaph()))
+
+    def _may_return(self, dead: tuple[Process, ...]) -> bool:
+        """What has ended with 0 was asked to: no fault, and not counted as one."""
+        return all(process.exit_code == 0 for process in dead) or self._budget.spend()
 
     def replace(self, loss: Loss) -> None:
         """Starts again what has died. A scheduler gets a fresh worker: the old one's K/V means nothing to it."""

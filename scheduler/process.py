@@ -18,7 +18,7 @@ import zmq
 
 from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import ConfigError, DepthbatchError
+from depthbatch.common.errors import FAULT, USER_ERROR, DepthbatchError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
     WIRE_VERSION,
@@ -165,11 +165,11 @@ class SchedulerProcess:
         self.worker.link.close()
         self.frontends.link.close()
 
-    def fail(self, message: str, user_error: bool) -> int:
+    def fail(self, message: str, exit_code: int) -> int:
         """Tells every frontend why the engine cannot go on; returns the exit status."""
         log.error("%s", message)
-        self.frontends.broadcast(Fatal("scheduler", message, user_error))
-        return 2 if user_error else 1
+        self.frontends.broadcast(Fatal("scheduler", message, user_error=exit_code == USER_ERROR))
+        return exit_code
 
     # --- messages
 
@@ -304,14 +304,14 @@ def run_scheduler(run_dir: str, config_json: str) -> int:
         return process.run()
     except Stopped as stop:
         return stop.status
-    except ConfigError as error:
+    except DepthbatchError as error:
         if process is None:
             log.error("%s", error)
-            return 2
-        return process.fail(str(error), user_error=True)
+            return error.exit_code
+        return process.fail(str(error), error.exit_code)
     except Exception as error:  # whatever it is, the frontends must hear of it
         log.exception("scheduler failed")
-        return 1 if process is None else process.fail(f"{type(error).__name__}: {error}", user_error=False)
+        return FAULT if process is None else process.fail(f"{type(error).__name__}: {error}", FAULT)
     finally:
         if process is not None:
             process.close()

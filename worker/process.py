@@ -18,7 +18,7 @@ import zmq
 
 from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import DecodeError, DepthbatchError
+from depthbatch.common.errors import FAULT, USER_ERROR, DecodeError, DepthbatchError
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
@@ -188,22 +188,20 @@ def run_worker(run_dir: str, config_json: str) -> int:
         log.info("ready: %s on %s", info.model, info.device)
         WorkerLoop(link, runner).run()
         return 0
-    except DecodeError as error:
-        return _fail(link, str(error), user_error=False)
     except DepthbatchError as error:
-        return _fail(link, str(error), user_error=True)
+        return _fail(link, str(error), error.exit_code)
     except Exception as error:  # whatever it is, the scheduler must hear of it
         log.exception("worker failed")
-        return _fail(link, f"{type(error).__name__}: {error}", user_error=False)
+        return _fail(link, f"{type(error).__name__}: {error}", FAULT)
     finally:
         link.close()
         context.term()
 
 
-def _fail(link: WorkerLink, message: str, user_error: bool) -> int:
+def _fail(link: WorkerLink, message: str, exit_code: int) -> int:
     log.error("%s", message)
-    link.send(Fatal("worker", message, user_error))
-    return 2 if user_error else 1
+    link.send(Fatal("worker", message, user_error=exit_code == USER_ERROR))
+    return exit_code
 
 
 def stop_on_signals() -> None:

@@ -1,7 +1,7 @@
 """The ``depthbatch`` command: finds the subcommand, lets its module add the arguments and runs it.
 
 A module is imported when its command is used, so ``--help`` starts at once and never loads torch. A command whose
-module is not installed does not exist. User errors are one line on stderr and exit code 2.
+module is not installed does not exist. Errors are one line on stderr: exit code 2 for the user's, 1 for faults.
 """
 
 import argparse
@@ -16,9 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from depthbatch import __version__
 from depthbatch.common.config import check_environment
-from depthbatch.common.errors import DepthbatchError
-
-USER_ERROR = 2
+from depthbatch.common.errors import FAULT, USER_ERROR, DepthbatchError
 
 
 class Command(NamedTuple):
@@ -88,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except DepthbatchError as error:
         print(f"depthbatch: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return USER_ERROR
+        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output has gone: nobody to tell
@@ -99,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _discard_stdout()
         print(f"depthbatch: error: cannot write to standard output: {error.strerror}", file=sys.stderr)
-        return USER_ERROR
+        return FAULT
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:

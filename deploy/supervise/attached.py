@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from depthbatch.common.config import EngineConfig
+from depthbatch.common.run_dir import read_end
 from depthbatch.deploy.supervise.run_files import read_starts, write_config
 
 START_S = 30.0  # from the death of a process to its successor's pid
@@ -55,6 +56,8 @@ class AttachedProcess:
             self._look_for_pid()
         if self.pid:
             dead = bool(select.select([self.fd], [], [], 0)[0])
+            if dead and read_end(self._run_dir, self.name) == self.pid:
+                self.exit_code = 0
         else:
             self._ask_supervisor()
             dead = self.exit_code is not None or time.monotonic() > self._deadline_s
@@ -83,7 +86,7 @@ class AttachedProcess:
     def will_return(self) -> bool:
         """Its supervisor has not given it up: this frontend, started again itself, met it at a bad moment."""
         self._learn_exit_code()
-        return self.pid != 0 and self.exit_code is None
+        return self.pid != 0 and not self.exit_code
 
     def kill(self) -> None:
         if self.alive and self.pid:

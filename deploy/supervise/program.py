@@ -11,36 +11,33 @@ import signal
 import sys
 from pathlib import Path
 
-from depthbatch.common.errors import DepthbatchError
+from depthbatch.common.errors import FAULT, USER_ERROR, DepthbatchError
 from depthbatch.common.logging import get_logger, setup_logging
 from depthbatch.common.os_process import die_with_parent, die_with_threads
+from depthbatch.common.run_dir import note_end
 from depthbatch.deploy.supervise.attached import AttachedProcesses
 from depthbatch.deploy.supervise.run_files import (
+    GAVE_UP,
     HTTP_FILE,
     RUN_DIR_VARIABLE,
     URL_FILE,
+    note_start,
     read_config,
-    read_starts,
     write_file,
 )
 from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
 from depthbatch.frontend.background import TaskFailedError
-from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
-
-FAULT = 1  # exit codes: supervisord answers this one with a restart,
-GAVE_UP = 2  # and this one not
+from depthbatch.frontend.http.settings import HttpConfig
 
 
 def main() -> int:
     name = sys.argv[1]
     run_dir = Path(os.environ[RUN_DIR_VARIABLE])
     parent_pid = os.getppid()
-    if name == "frontend":  # before its pid is known; ended by the notice, it would be started again, not drained
-        signal.signal(DRAIN_NOTICE, signal.SIG_IGN)
+    if name == "frontend":  # before its pid is known, and until the server has handlers of its own
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     setup_logging(name)
-    starts = read_starts(run_dir, name)
-    write_file(run_dir / f"{name}.starts", str(starts + 1))
-    write_file(run_dir / f"{name}.pid", str(os.getpid()))
+    starts = note_start(run_dir, name)
     if starts:
         get_logger(name).warning("started again (restart %d)", starts)
     if name == "frontend":
@@ -70,7 +67,8 @@ def _run_frontend(run_dir: Path) -> int:
         return FAULT
     except DepthbatchError as error:
         print(f"depthbatch: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return GAVE_UP
+        return USER_ERROR if error.exit_code == USER_ERROR else GAVE_UP
+    note_end(run_dir, "frontend")
     return 0
 
 

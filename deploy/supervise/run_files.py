@@ -1,13 +1,16 @@
 """The files by which supervised programs and their supervision speak to each other in the run directory."""
 
+import os
 from pathlib import Path
 
 from depthbatch.common.config import EngineConfig
+from depthbatch.common.run_dir import read_end
 
 RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
 CONFIG_FILE = "engine.json"
 HTTP_FILE = "http.json"
 URL_FILE = "url"
+GAVE_UP = 3  # exit code of a frontend that no restart of its own would help, while one of the whole engine may
 
 
 def write_config(run_dir: Path, config: EngineConfig) -> None:
@@ -20,10 +23,30 @@ def read_config(run_dir: Path) -> EngineConfig:
     return EngineConfig.from_json((run_dir / CONFIG_FILE).read_text())
 
 
+def note_start(run_dir: Path, name: str) -> int:
+    """Called by a program before anything else. Returns how often it was started before."""
+    starts = read_starts(run_dir, name)
+    if starts and read_end(run_dir, name) != _read_number(run_dir / f"{name}.pid"):
+        write_file(run_dir / f"{name}.faults", str(read_faults(run_dir, name) + 1))
+    write_file(run_dir / f"{name}.starts", str(starts + 1))
+    write_file(run_dir / f"{name}.pid", str(os.getpid()))
+    return starts
+
+
 def read_starts(run_dir: Path, name: str) -> int:
     """How many times a program has been started in this run directory."""
+    return _read_number(run_dir / f"{name}.starts")
+
+
+def read_faults(run_dir: Path, name: str) -> int:
+    """How many of those starts followed an end that nobody had asked for."""
+    return _read_number(run_dir / f"{name}.faults")
+
+
+def _read_number(path: Path) -> int:
+    """0 where there is none."""
     try:
-        return int((run_dir / f"{name}.starts").read_text())
+        return int(path.read_text())
     except (OSError, ValueError):
         return 0
 

@@ -10,11 +10,12 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import msgspec
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.errors import FAULT, USER_ERROR, EngineDeadError
 from depthbatch.common.os_process import end_with_parent
 from depthbatch.common.run_dir import RunDir
 from depthbatch.common.transport import API_ENDPOINT, endpoint
@@ -22,17 +23,33 @@ from depthbatch.deploy.supervise.run_files import (
     HTTP_FILE,
     RUN_DIR_VARIABLE,
     URL_FILE,
-    read_starts,
+    read_faults,
     write_config,
     write_file,
 )
 from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
-from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
+from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.restarts import MAX_RESTARTS, RESTART_WINDOW_S, RestartBudget
 
 CONFIG = Path(__file__).resolve().parent.parent / "supervisord.conf"
 STOP_MARGIN_S = 15  # from the drain deadline to SIGKILL
 POLL_S = 0.2
+
+
+class Stopping(NamedTuple):
+    """What a first signal has begun."""
+
+    frontend_pid: int  # of the frontend that drains; 0 where there was none
+    until_s: float  # monotonic; then it is killed
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, be it one whose exit code nobody has taken yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class Supervision:
@@ -44,8 +61,8 @@ class Supervision:
         write_config(self.path, engine)
         write_file(self.path / HTTP_FILE, json.dumps(msgspec.structs.asdict(http)))
         self._stop_wait_s = int(http.drain_s) + STOP_MARGIN_S
-        self._signals = 0
-        self._starts = 0  # of the frontend, which itself counts the restarts of the others
+        self._stopping: Stopping | None = None
+        self._faults = 0  # of the frontend, which itself counts those of the others
         self._budget = RestartBudget()
         self._process = self._start()
         # a pipe, since what supervisord writes to is opened by name: a file would be overwritten, a socket refused
@@ -80,37 +97,38 @@ class Supervision:
                 os.write(sys.stderr.fileno(), data)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first goes to supervisord, which stops the frontend (it drains) and then the others, at its next turn, up
-        to a second later: so the frontend gets a notice, which it does not count. supervisord does not pass on a second
-        one, so that goes to the frontend itself."""
-        self._signals += 1
-        if self._signals == 1:
-            self._signal_frontend(DRAIN_NOTICE)
-            self._process.send_signal(signal.SIGTERM)
-        else:
-            self._signal_frontend(signal.SIGTERM)
-
-    def _signal_frontend(self, number: signal.Signals) -> None:
+        """Each goes to the frontend itself: the first makes it drain, the second abort. supervisord hears of nothing until
+        it has ended: told to stop, it would start no program again, and a fault in a drain would cut the streams."""
+        if self._stopping is None:
+            self._stopping = Stopping(0, time.monotonic() + self._stop_wait_s)
         with contextlib.suppress(OSError, ValueError):
-            os.kill(int((self.path / "frontend.pid").read_text()), number)
+            pid = int((self.path / "frontend.pid").read_text())
+            os.kill(pid, signal.SIGTERM)
+            self._stopping = self._stopping._replace(frontend_pid=pid)
 
     def run(self) -> int:
-        """Until stopped (0) or the frontend has given up (its exit code, at least 1). Raises EngineDeadError."""
+        """Until the frontend has drained (0) or given up (USER_ERROR or FAULT). Raises EngineDeadError."""
         announced = False
         while self._process.poll() is None:
             announced = announced or self._announce()
-            if self._signals == 0:
-                code = self._client.exit_code("frontend")  # it gives up when the others cannot be helped
-                if code is not None:
-                    return code or 1
-                if self._restarts_too_often():
-                    raise EngineDeadError(f"the frontend died {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s")
+            stopping = self._stopping  # asked first: supervisord knows the exit code of what is gone
+            gone = stopping is not None and not (stopping.frontend_pid and _exists(stopping.frontend_pid))
+            code = self._client.exit_code("frontend")  # it gives up when the others cannot be helped
+            if code is not None:
+                return code if code in (0, USER_ERROR) else FAULT
+            if stopping is not None and gone:
+                return FAULT if stopping.frontend_pid else 0
+            if stopping is not None and time.monotonic() > stopping.until_s:
+                os.kill(stopping.frontend_pid, signal.SIGKILL)
+                raise EngineDeadError(f"the frontend did not end within {self._stop_wait_s} s of SIGTERM")
+            if stopping is None and self._faults_too_often():
+                raise EngineDeadError(f"the frontend died {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s")
             if not self._copier.is_alive() and self._process.poll() is None:
                 raise EngineDeadError("the copier of the programs' output has failed")
             time.sleep(POLL_S)
-        if self._signals == 0:
-            raise EngineDeadError(f"supervisord died (exit code {self._process.returncode})")
-        return 0
+        if self._stopping is not None and self._process.returncode == 0:  # somebody told it, too
+            return 0
+        raise EngineDeadError(f"supervisord died (exit code {self._process.returncode})")
 
     def _announce(self) -> bool:
         """Says once where the server is."""
@@ -121,10 +139,10 @@ class Supervision:
             return True
         return False
 
-    def _restarts_too_often(self) -> bool:
-        starts = read_starts(self.path, "frontend")
-        spent = [self._budget.spend() for _ in range(starts - self._starts)]
-        self._starts = starts
+    def _faults_too_often(self) -> bool:
+        faults = read_faults(self.path, "frontend")
+        spent = [self._budget.spend() for _ in range(faults - self._faults)]
+        self._faults = faults
         return not all(spent)
 
     def close(self) -> None:

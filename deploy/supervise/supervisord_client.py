@@ -7,8 +7,12 @@ from typing import Any
 from xml.parsers.expat import ExpatError
 from xmlrpc.client import Error, ServerProxy, Transport
 
+from depthbatch.common.errors import FAULT, USER_ERROR
+from depthbatch.deploy.supervise.run_files import GAVE_UP
+
 ASK_S = 0.2  # for every step of a question
-EXPECTED_CODES = (0, 2)  # exitcodes of the configuration: no restart
+# exitcodes of the configuration: no restart
+EXPECTED_CODES = {"scheduler": (USER_ERROR,), "worker": (USER_ERROR,), "frontend": (0, USER_ERROR, GAVE_UP)}
 
 
 class _UnixConnection(HTTPConnection):
@@ -57,4 +61,6 @@ class SupervisordClient:
         if info is None or info["statename"] not in ("EXITED", "FATAL"):
             return None
         code = int(info["exitstatus"])
-        return code if info["statename"] == "FATAL" or code in EXPECTED_CODES else None
+        if info["statename"] == "FATAL":  # supervisord could not start it
+            return code or FAULT
+        return code if code in EXPECTED_CODES[name] else None

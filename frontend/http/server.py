@@ -30,7 +30,7 @@ from depthbatch.frontend.http.app import create_app
 from depthbatch.frontend.http.error_answers import ApiError, overloaded
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.operations import EngineProbe
-from depthbatch.frontend.http.settings import DRAIN_NOTICE, HttpConfig
+from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.zmq_api import ZmqApi
 
@@ -201,8 +201,7 @@ def _without_upgrade(method: bytes, version: str, headers: list[tuple[bytes, byt
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them. DRAIN_NOTICE
-    only says that the first is on its way.
+    """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them.
 
     ``service`` is set once there is one; before that a signal ends the server at once. ``on_failure`` hears of a drain
     or an abort that has failed; by default the server then ends.
@@ -239,14 +238,11 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
-        loop.add_signal_handler(DRAIN_NOTICE, self.on_drain_notice)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
-            loop.remove_signal_handler(DRAIN_NOTICE)
-            signal.signal(DRAIN_NOTICE, signal.SIG_IGN)  # by default it would end the process before its work is done
 
     def leave(self) -> None:
         """Stops listening and ends once open answers are complete."""
@@ -255,11 +251,6 @@ class Server(uvicorn.Server):
     def _leave_after(self, name: str, error: BaseException) -> None:
         failure_of(name, error)
         self.leave()
-
-    def on_drain_notice(self) -> None:
-        """No new work from now on. Not counted as a signal: the SIGTERM that follows is the first."""
-        if self.service is not None:
-            self.service.limit.drain()
 
     def on_signal(self) -> None:
         """First: drain. Second: abort what runs. Third: leave."""

@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-import signal
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -20,8 +19,6 @@ from depthbatch.common.config import (
     values_from_sources,
 )
 from depthbatch.common.errors import ConfigError
-
-DRAIN_NOTICE = signal.SIGUSR1  # to the frontend: SIGTERM is on its way, take no new work
 
 
 class HttpConfig(Options, frozen=True):

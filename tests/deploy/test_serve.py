@@ -2,6 +2,7 @@
 simulated device, whose tokens are a function of (seed, position): what a stream must continue with is known."""
 
 import asyncio
+import configparser
 import contextlib
 import os
 import signal
@@ -15,7 +16,8 @@ import httpx
 import pytest
 
 from depthbatch.deploy.supervise import supervision
-from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
+from depthbatch.deploy.supervise.run_files import read_faults
+from depthbatch.deploy.supervise.supervisord_client import EXPECTED_CODES, SupervisordClient
 from fakes.many_streams import many
 from fakes.serve_process import DEVICE, ServeProcess, is_alive, token_ids, wait_until
 from fakes.soak import soak
@@ -130,17 +132,27 @@ def test_kill_9_of_the_frontend_and_another(server: ServeProcess, expected: list
         assert token_ids(list(events)) == expected
 
 
-def test_supervisorctl_restarts_a_program(server: ServeProcess, expected: list[int]) -> None:
-    """The shipped configuration answers supervisorctl; a restart by hand is as harmless as a fault."""
+@pytest.mark.parametrize("name", ["worker", "scheduler"])
+@pytest.mark.parametrize("way", ["supervisorctl", "SIGTERM"])
+def test_a_program_is_restarted_by_hand(server: ServeProcess, expected: list[int], name: str, way: str) -> None:
+    """The shipped configuration answers supervisorctl; a restart by hand is as harmless as a fault. Bug: a program that
+    had got SIGTERM, and the worker of a scheduler that had, counted as done and was not started again, which ended the
+    server."""
     before = server.pids()
-    command = [sys.executable, "-m", "supervisor.supervisorctl", "-s", server.supervisor_socket(), "restart", "worker"]
+    command = [sys.executable, "-m", "supervisor.supervisorctl", "-s", server.supervisor_socket(), "restart", name]
     with server.stream(max_tokens=TOKENS) as events:
         seen = [next(events)]
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        if way == "SIGTERM":
+            os.kill(before[name], signal.SIGTERM)
+        else:
+            subprocess.run(command, check=True, capture_output=True, timeout=30)
         seen += events
     assert token_ids(seen) == expected
     server.wait_ready()
-    assert server.pids()["worker"] != before["worker"]
+    after = server.pids()
+    assert after[name] != before[name] and after["frontend"] == before["frontend"]
+    run_dir = Path(server.supervisor_socket().removeprefix("unix://")).parent
+    assert read_faults(run_dir, name) < server.health()["processes"][name]["restarts"]
 
 
 def test_closed_socket_frees_the_slot(server: ServeProcess) -> None:
@@ -208,11 +220,10 @@ def test_busy_port_is_told_at_once(server: ServeProcess) -> None:
 
 def test_sigterm_drains(server: ServeProcess, expected: list[int]) -> None:
     """Rows "SIGTERM cuts streams" and "supervisor stop leaves grandchildren, or the worker dies before the drain ends":
-    the stream finishes though supervisord is stopping, /ready and new work get 503 at once, exit code 0, nothing is
-    left. Last: it ends the server.
+    the stream finishes, /ready and new work get 503 at once, exit code 0, nothing is left. Last: it ends the server.
 
-    Bug: "at once" was supervisord's next turn, up to a second later. Here supervisord is held until the 503 is there;
-    the SIGTERM that it then passes on is not taken for a second one, which would abort the stream."""
+    Bugs: "at once" was supervisord's next turn, up to a second later (so it is held until the 503 is there); and a worker
+    or a scheduler that was killed during a drain stayed dead, since a supervisord that stops starts nothing again."""
     pids = server.all_pids()
     supervisord = int(Path(server.supervisor_socket().removeprefix("unix://")).with_name("supervisord.pid").read_text())
     with server.stream(max_tokens=TOKENS) as events:
@@ -225,6 +236,11 @@ def test_sigterm_drains(server: ServeProcess, expected: list[int]) -> None:
         finally:
             os.kill(supervisord, signal.SIGCONT)
         assert refused.status_code == 503 and "retry-after" in refused.headers
+        for victim in ("worker", "scheduler"):
+            os.kill(server.pids()[victim], signal.SIGKILL)
+            seen += [next(events) for _ in range(5)]
+            pids = sorted({*pids, *server.all_pids()})
+        assert len(token_ids(seen)) < len(expected)
         seen += events
     assert token_ids(seen) == expected
     assert server.process.wait(20) == 0, server.log
@@ -259,26 +275,31 @@ def _second_sigterm_aborts(server: ServeProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "status", "ended"),
+    ("name", "state", "status", "ended"),
     [
-        ("EXITED", -1, None),
-        ("EXITED", 1, None),
-        ("EXITED", 0, 0),
-        ("EXITED", 2, 2),
-        ("FATAL", 0, 0),
-        ("RUNNING", 0, None),
+        ("frontend", "EXITED", -1, None),
+        ("frontend", "EXITED", 1, None),
+        ("frontend", "EXITED", 0, 0),
+        ("frontend", "EXITED", 2, 2),
+        ("frontend", "EXITED", 3, 3),
+        ("frontend", "FATAL", 0, 1),
+        ("frontend", "RUNNING", 0, None),
+        ("worker", "EXITED", 0, None),
+        ("scheduler", "EXITED", 2, 2),
     ],
 )
 def test_a_fault_is_not_the_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, status: int, ended: int | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, state: str, status: int, ended: int | None
 ) -> None:
     """supervisord shows a killed program as EXITED until it starts it again; only an expected code means that it will
     not. (Taken for the end, it made the command leave after some kills of the frontend.)"""
     client = SupervisordClient(tmp_path)
     monkeypatch.setattr(client, "info", lambda name: {"statename": state, "exitstatus": status})
-    assert client.exit_code("frontend") == ended
-    text = supervision.CONFIG.read_text()
-    assert text.count("exitcodes=0,2") == text.count("[program:") == 3
+    assert client.exit_code(name) == ended
+    config = configparser.RawConfigParser(inline_comment_prefixes=(";",))
+    config.read(supervision.CONFIG)
+    expected = {program: config[f"program:{program}"]["exitcodes"] for program in EXPECTED_CODES}
+    assert expected == {program: ",".join(map(str, codes)) for program, codes in EXPECTED_CODES.items()}
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,18 @@ def test_restarts_that_do_not_help_end_the_engine() -> None:
     assert loss is not None and str(loss.failure) == "restarting does not help: out of memory"
 
 
+def test_what_was_asked_to_end_is_no_fault() -> None:
+    """Bug: restarts by hand counted, and the sixth within a minute ended the engine."""
+    processes, watch = started()
+    watch._served = True
+    for _ in range(2 * MAX_RESTARTS):
+        processes.children["worker"].die().exit_code = 0
+        loss = watch.look()
+        assert loss is not None and loss.failure is None
+        watch.replace(loss)
+    assert watch._budget.spent == 0
+
+
 def test_a_death_at_the_start_is_final_and_has_a_reason() -> None:
     """Last words may still come for a moment; then the exit code tells the user's mistake from a fault. A process that
     its owner will start again is waited for."""

@@ -133,21 +133,6 @@ def test_drain_finishes_streams_and_takes_no_more(tokenizer: Tokenizer) -> None:
         assert server.join()
 
 
-def test_drain_notice_is_no_signal(tokenizer: Tokenizer) -> None:
-    """Bug: a drain began only when supervisord passed SIGTERM on. The notice before it, given twice here, stops new work
-    at once; the SIGTERM after it is still the first, so that the stream ends with its own reason."""
-    with LiveServer(tokenizer, engine={"step_s": 0.02}) as server:
-        stream = Background(server, {"prompt": "x", "max_tokens": 50, "ignore_eos": True})
-        wait_until(lambda: server.engine.tokens_made >= 2)
-        for _ in range(2):
-            server.call(server.server.on_drain_notice)
-            assert httpx.get(server.url + "/ready").status_code == 503
-            assert httpx.post(server.url + "/v1/completions", json={"prompt": "x"}).status_code == 503
-        server.call(server.server.on_signal)
-        assert '"finish_reason":"length"' in stream.join()[-2]
-        assert server.join()
-
-
 def test_second_signal_aborts(tokenizer: Tokenizer) -> None:
     """The stream ends with reason abort instead of its 500 tokens, and the server ends."""
     with LiveServer(tokenizer, engine={"step_s": 0.05}) as server:
