@@ -54,5 +54,9 @@ class DecodeError(DepthbatchError):
     data: bytes = b""
 
 
+class RequestKillsWorkerError(DepthbatchError):
+    """A request that was running each time that its worker died: it is given up, so that others can go on."""
+
+
 class EngineDeadError(DepthbatchError):
     """A process of the engine has died; the message names it."""

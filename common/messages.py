@@ -189,7 +189,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
     cuts: bytes = b""
-    failure: str = ""  # with "error": why the request's grammar cannot be followed
+    failure: str = ""  # with "error": why the request's grammar cannot be followed,
+    kills_worker: bool = False  # or what its worker did while it ran
     accepted_drafts: int = 0  # its tokens that a draft had said,
     rejected_drafts: int = 0  # and those for which another had been said
 

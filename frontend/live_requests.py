@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from depthbatch.common.errors import DepthbatchError
+from depthbatch.common.errors import DepthbatchError, RequestKillsWorkerError
 from depthbatch.common.frames import logprob_fields
 from depthbatch.common.messages import EngineInfo, FinishReason, RequestParams, Submit, SubmitAll, TokenEvent
 from depthbatch.frontend.grammar import refusal
@@ -81,6 +81,8 @@ class LiveRequests:
         live.cuts = event.cuts or live.cuts
         if event.finish_reason is not None:
             del self._live[event.request_id]
+        if event.kills_worker:
+            return event.request_id, RequestKillsWorkerError(event.failure)
         if event.finish_reason is FinishReason.ERROR:
             return event.request_id, refusal(live.params.grammar, event.failure)
         if live.prompt_logprobs:

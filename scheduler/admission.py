@@ -147,6 +147,8 @@ class Admission:
 
     def _admit(self, request: Request) -> Int32Array:
         self.waiting.remove(request)
+        if request.is_suspect:
+            self.waiting.alone = request
         shared = _NO_BLOCKS if self.prefixes is None else self.prefixes.share(request)
         blocks = np.concatenate([shared, self.blocks.take(self._blocks_needed(request) - shared.size)])
         request.slot = self.slots.take()

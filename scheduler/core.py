@@ -39,7 +39,7 @@ class Scheduler:
         self.counters = Counters(max(config.max_num_seqs, config.buckets[-1]), config.r_max)
         self.policy = policy or make_policy(config)
         self.admission = Admission(config)
-        self._requests = Lifecycle(self.admission, self.counters)
+        self._requests = Lifecycle(self.admission, self.counters, config.draft_lanes)
         self._in_flight = InFlight(config)
         self._dispatch = Dispatch(
             config, self.admission, self._requests, self._in_flight, self.counters, self.policy.learns
@@ -80,6 +80,8 @@ class Scheduler:
         while (decision := self.policy.choose(self.view, now)) is not None:
             if decision.stage is Stage.PREFILL and self._requests.unsettled:
                 return None  # its prompt includes tokens that are not known yet
+            if decision.stage is Stage.PREFILL and self._requests.quarantine.wants_silence and len(self._in_flight):
+                return None
             stage = self._apply(decision, now)
             if stage is not None:
                 return stage
@@ -102,6 +104,8 @@ class Scheduler:
             self._deliver_prompt(step.targets, result.prompt_logprobs)
         if step.requests:
             self._deliver(step, result)
+            if self._requests.quarantine:
+                self._requests.clear_proven()
         self._check_when_idle()
         return self.drain_events()
 
@@ -113,10 +117,12 @@ class Scheduler:
         return events
 
     def recover(self) -> None:
-        """The worker is gone: everything in flight is lost, every request it worked on waits to be rebuilt."""
-        self._in_flight.clear()
+        """The worker is gone: everything in flight is lost, every request it worked on waits to be rebuilt, but for one
+        that is found to have killed it."""
         self.admission.forget_prefixes()
-        self._requests.lose_worker()
+        self._requests.lose_worker(self._in_flight)
+        self._in_flight.clear()
+        self._check_when_idle()
 
     @property
     def num_running(self) -> int:

@@ -95,6 +95,10 @@ class InFlight:
         """Steps in flight that work on a slot."""
         return sum(1 for step in self._steps if (step.slots == slot).any())
 
+    def slots(self) -> set[int]:
+        """Slots that some step in flight works on."""
+        return {slot for step in self._steps for slot in step.slots.tolist()}
+
     def oldest_dispatch_s(self) -> float | None:
         return self._steps[0].dispatched_s if self._steps else None
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from depthbatch.common.messages import FinishReason, TokenEvent
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.counters import Counters
+from depthbatch.scheduler.inflight import InFlight
+from depthbatch.scheduler.quarantine import Quarantine
 from depthbatch.scheduler.requests import Request, State
 from depthbatch.scheduler.selfcheck import check_ownership
 
@@ -19,7 +21,8 @@ from depthbatch.scheduler.selfcheck import check_ownership
 class Lifecycle:
     """All unanswered requests, and the events of those that end."""
 
-    def __init__(self, admission: Admission, counters: Counters) -> None:
+    def __init__(self, admission: Admission, counters: Counters, draft_lanes: int) -> None:
+        self.quarantine = Quarantine(admission.waiting, draft_lanes)
         self._admission = admission
         self._counters = counters
         self._live: dict[int, Request] = {}
@@ -57,13 +60,16 @@ class Lifecycle:
         depths: tuple[int, ...] = (),
         logprobs: bytes = b"",
         failure: str = "",
+        kills_worker: bool = False,
     ) -> None:
-        """Takes a request out of wherever it is, with its one last event; it is forgotten. ``failure``: why it ends with ERROR."""
+        """Takes a request out of wherever it is, with its one last event; it is forgotten. ``failure``: why it ends with ERROR,
+        and ``kills_worker`` whether that is why."""
         if request.state is State.ACTIVE:
             self._admission.release(request)
         elif request.state is State.WAITING:
             self._admission.waiting.remove(request)
         self._unsettled.pop(request.request_id, None)
+        self.quarantine.forget(request)
         request.state = State.DONE
         del self._live[request.request_id]
         self._counters.finished(reason)
@@ -76,6 +82,7 @@ class Lifecycle:
             stop_reason,
             logprobs,
             failure=failure,
+            kills_worker=kills_worker,
         )
         self.events.append(event)
 
@@ -98,8 +105,10 @@ class Lifecycle:
             if request is not None and request.pending == 0:
                 self._unsettled.pop(request.request_id, None)
 
-    def lose_worker(self) -> None:
-        """Every request that held a slot, or had its last token in flight, waits to be rebuilt."""
+    def lose_worker(self, in_flight: InFlight) -> None:
+        """Every request that held a slot, or had its last token in flight, waits to be rebuilt; but for the one that has
+        killed the worker, which ends. ``in_flight``: what the worker had not answered."""
+        killer = self.quarantine.worker_died(self._live.values(), in_flight)
         self._unsettled.clear()
         lost = [r for r in self._live.values() if r.state in (State.ACTIVE, State.DRAINING)]
         for request in sorted(lost, key=lambda r: r.order, reverse=True):
@@ -109,6 +118,16 @@ class Lifecycle:
         for request in self._live.values():
             request.dispatched = len(request.output)
             request.targets_sent = request.targets_known
+        if killer is not None:
+            times = "twice" if killer.deaths == 2 else f"{killer.deaths} times"
+            failure = f"the worker died {times} while running this request"
+            self.end(killer, FinishReason.ERROR, failure=failure, kills_worker=True)
+
+    def clear_proven(self) -> None:
+        """Tokens have come: suspects among their requests may be none any more."""
+        displaced = self.quarantine.clear_proven()
+        if displaced is not None:
+            self.preempt(displaced)
 
     def verify(self) -> None:
         """Full self-check: raises InvariantError unless every block, slot and row has exactly one owner."""
@@ -117,6 +136,8 @@ class Lifecycle:
     def _wait_again(self, request: Request) -> None:
         request.state = State.WAITING
         request.preempted = True
+        if self._admission.waiting.alone is request:
+            self._admission.waiting.alone = None
         self._admission.waiting.push_front(request)
 
 

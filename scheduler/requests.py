@@ -51,6 +51,8 @@ class Request:
     targets_known: int = 0  # and answered
     prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
     overdue: bool = False  # waits behind all that are not (objective goodput)
+    deaths: int = 0  # of workers, while a stage of this one was in flight, without getting past it since
+    proof: int = 0  # output tokens with which it is past what it ran then
     arrived_s: float | None = None  # until it is first prefilled, on the caller's clock
 
     @property
@@ -59,6 +61,11 @@ class Request:
         params = self.params
         more = params.changes_logits or params.forbids_tokens or params.grammar
         return params.speculation and not more
+
+    @property
+    def is_suspect(self) -> bool:
+        """It has to show that it is not what kills workers (quarantine.py)."""
+        return self.deaths >= 2
 
     @property
     def length(self) -> int:
@@ -104,37 +111,52 @@ Lane = OrderedDict[int, OrderedDict[int, Request]]  # of one priority: clients i
 
 class WaitingQueue:
     """Priority first, overdue requests last; within a priority clients take turns, and each client's requests go in the
-    order of arrival. Every operation is independent of how many wait."""
+    order of arrival. Every operation is independent of how many wait.
+
+    Suspects come before all, one at a time, and as long as there are any, nothing else does."""
 
     def __init__(self) -> None:
         self._by_priority: dict[int, Lane] = {}
         self._priorities: list[int] = []  # descending
         self._size = 0
+        self._suspects: OrderedDict[int, Request] = OrderedDict()
+        self.alone: Request | None = None  # the suspect whose turn it is, until it is answered or cleared
 
     def __len__(self) -> int:
         return self._size
 
     def push(self, request: Request) -> None:
         """Behind what waits of its priority and client."""
+        self._size += 1
+        if request.is_suspect:
+            self._suspects[request.request_id] = request
+            return
         own = self._lane(request).setdefault(request.client, OrderedDict())
         own[request.request_id] = request
-        self._size += 1
 
     def push_front(self, request: Request) -> None:
         """To the head of its priority: preempted requests keep their place."""
         self.push(request)
+        if request.is_suspect:
+            self._suspects.move_to_end(request.request_id, last=False)
+            return
         lane = self._lane(request)
         lane[request.client].move_to_end(request.request_id, last=False)
         lane.move_to_end(request.client, last=False)
 
     def head(self) -> Request | None:
-        if not self._size:
+        if not self._size or self.alone is not None:
             return None
+        if self._suspects:
+            return next(iter(self._suspects.values()))
         lane = self._by_priority[self._priorities[0]]
         return next(iter(next(iter(lane.values())).values()))
 
     def remove(self, request: Request) -> None:
         """Takes it out. Of the client whose turn it was: then it is the next client's."""
+        if self._suspects.pop(request.request_id, None) is not None:
+            self._size -= 1
+            return
         priority, client = self._rank(request), request.client
         lane = self._by_priority[priority]
         del lane[client][request.request_id]
@@ -146,6 +168,11 @@ class WaitingQueue:
         if not lane:
             del self._by_priority[priority]
             self._priorities.remove(priority)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Some wait."""
+        return bool(self._suspects)
 
     def set_overdue(self, request: Request) -> None:
         """A waiting request goes behind all that are not overdue."""

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
+from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError, RequestKillsWorkerError
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
 from depthbatch.frontend.params import FLAGS, ContextLengthError, complaint, shown
@@ -74,6 +74,10 @@ def as_api_error(error: BaseException) -> ApiError:
         return overloaded(str(error), error.retry_after_s)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
+    if isinstance(error, RequestKillsWorkerError):
+        return ApiError(
+            500, str(error), code="worker_died", headers={"x-should-retry": "false"}
+        )  # OpenAI's clients obey
     log.error("internal error", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
@@ -158,5 +162,5 @@ def install_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    for kind in (ApiError, RequestError, OverloadedError, EngineDeadError, Exception):
+    for kind in (ApiError, RequestError, OverloadedError, RequestKillsWorkerError, EngineDeadError, Exception):
         app.add_exception_handler(kind, on_any)

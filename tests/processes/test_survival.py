@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from depthbatch.common.errors import RequestKillsWorkerError
 from depthbatch.frontend import health
+from depthbatch.frontend.http.error_answers import as_api_error
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.params import SamplingParams
 from fakes.faults import Fault, install
@@ -45,3 +47,25 @@ def test_hangs_are_ended(
     assert said.count("worker") >= 4 and "is stopped by a signal" in said and "hangs: nothing from it for 2 s" in said
     for log in logs.values():
         assert log.count("Current thread") == 1 and "in _strike" in log
+
+
+def test_a_request_that_kills_the_worker_fails_alone(
+    undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of the worker whenever a prefill holds token 99: that request gets an error that names it, and no client is
+    asked to try again; the streams beside it lose nothing. Three deaths, after which the worker serves on."""
+    faults = install(monkeypatch, tmp_path, Fault("worker.stage", "kill", token=99, times=100))
+    with LLM(quiet=True, **OPTIONS) as llm:
+        streams = [llm.stream([prompt], own) for prompt, own in zip(PROMPTS, PARAMS, strict=True)]
+        tokens = [list(next(stream).delta.token_ids) for stream in streams]
+        killer = llm.stream([[98, 99]], SamplingParams(max_tokens=4))
+        with pytest.raises(
+            RequestKillsWorkerError, match="the worker died 3 times while running this request"
+        ) as caught:
+            next(killer)
+        for own, stream in zip(tokens, streams, strict=True):
+            own += [token for _, delta in stream for token in delta.token_ids]
+        assert tokens == undisturbed and faults.struck == llm.health().processes["worker"].restarts == 3
+        assert llm.stats()["kv_cache_usage_perc"] == 0.0
+    answer = as_api_error(caught.value)
+    assert (answer.status, answer.code, answer.headers) == (500, "worker_died", {"x-should-retry": "false"})
