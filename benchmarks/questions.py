@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthbatch.common.errors import ConfigError, RequestError
+from depthbatch.common.text_files import read_text
 from depthbatch.training.data import heldout
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def read_questions(path: Path, match: str, max_tokens: int) -> list[Question]:
     """One question a line, as JSON: ``prompt``, ``answer`` and, if wanted, ``class``. Raises ConfigError that names the
     line."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions {path}: {error}") from error
     questions = [_question(f"--questions {path}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]

@@ -72,6 +72,7 @@ def test_nothing_is_unpickled() -> None:
 READ_DIRECTLY = {
     "common/grammar_program.py": "/proc",
     "common/messages.py": "our sources",
+    "common/os_process.py": "/proc",
     "common/text_files.py": "the home",
     "benchmarks/gpu/check.py": "its own results",
     "benchmarks/paper_report.py": "its own results",
@@ -79,6 +80,7 @@ READ_DIRECTLY = {
     "benchmarks/sources.py": "bytes, decoded by text_files",
     "benchmarks/sweep.py": "its own results",
     "benchmarks/trace.py": "the scheduler's trace",
+    "benchmarks/trace_pictures.py": "the scheduler's trace",
     "deploy/cli/generate.py": "bytes, decoded by text_files",
     "deploy/supervise/attached.py": "the run directory",
     "deploy/supervise/program.py": "the run directory",
