@@ -18,11 +18,11 @@ _STYLE = """
 :root{color-scheme:light dark;--ink:#1c1f23;--dim:#5b626b;--line:#d5d9de;--paper:#fff}
 @media (prefers-color-scheme:dark){:root{--ink:#e4e6e9;--dim:#9aa2ac;--line:#363c44;--paper:#15181c}}
 body{font:14px/1.5 system-ui,sans-serif;margin:1.5em;color:var(--ink);background:var(--paper)}
-h1{font-size:1.1em;margin:0}p{margin:.4em 0;color:var(--dim)}.scroller{overflow-x:auto;border:1px solid var(--line)}
+h1{font-size:1.1em;margin:0}p{margin:.4em 0;color:var(--dim)}.strips{overflow:clip}.schedule{display:block;margin-bottom:.7em}
 .legend{display:flex;flex-wrap:wrap;gap:.3em 1.2em}.chip{padding:0 .45em;font-size:.85em}
 .swatch{display:inline-block;width:.8em;height:.8em;margin-right:.35em}
 svg text{fill:var(--dim);font-size:11px}svg .grid{stroke:var(--line)}svg .waiting{fill:var(--dim);opacity:.55}
-svg .cursor{fill:none;stroke:var(--ink)}.schedule-note{font-variant-numeric:tabular-nums;min-height:1.5em}
+svg .cursor{fill:none;stroke:var(--ink)}.schedule-note{font-variant-numeric:tabular-nums;min-height:3em}
 """
 
 
@@ -81,7 +81,10 @@ def schedule_html(lines: Sequence[Line], name: str, total: int, max_loops: int) 
 <script type="application/json" id="stages">{data}</script>
 <script type="module">
 {(files("depthbatch.frontend.http") / "static" / "schedule.js").read_text(encoding="utf-8")}
-drawSchedule(document.getElementById("schedule"), JSON.parse(document.getElementById("stages").textContent), {max_loops});
+const stages = JSON.parse(document.getElementById("stages").textContent);
+const draw = () => drawSchedule(document.getElementById("schedule"), stages, {max_loops});
+addEventListener("resize", draw);
+draw();
 </script></html>
 """
 

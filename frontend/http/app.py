@@ -9,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse
 
 from depthbatch import __version__
-from depthbatch.frontend.http import chat, completions, operations
+from depthbatch.frontend.http import chat, completions, operations, page
 from depthbatch.frontend.http.edge import Edge
 from depthbatch.frontend.http.error_answers import install_handlers
 from depthbatch.frontend.http.generation import Service
@@ -30,6 +30,8 @@ def create_app(service: Service, probe: operations.Probe) -> FastAPI:
     app.include_router(completions.routes(service))
     app.include_router(chat.routes(service))
     app.include_router(operations.routes(service, probe))
+    if service.config.page == "on":
+        app.include_router(page.routes(_facts(service, probe)))
     install_handlers(app)
     app.add_middleware(Edge, api_keys=service.config.api_keys, max_body_bytes=service.config.max_body_bytes)
     if service.config.origins:  # outside the edge: a browser asks whether it may, before it has a key
@@ -47,6 +49,18 @@ def create_app(service: Service, probe: operations.Probe) -> FastAPI:
         return HTMLResponse(docs_page(app.openapi()))
 
     return app
+
+
+def _facts(service: Service, probe: operations.Probe) -> dict[str, object]:
+    """What this server has of what the page offers."""
+    tokenizer = service.texts.tokenizer
+    return {
+        "version": __version__,
+        "api_key": bool(service.config.api_keys),
+        "tokenizer": tokenizer is not None,
+        "chat": tokenizer is not None and tokenizer.has_chat_template,
+        "stage_trace": probe.stages() is not None,
+    }
 
 
 def _use_400_for_422(app: FastAPI) -> None:

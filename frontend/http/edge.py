@@ -9,10 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.error_answers import ApiError
+from depthbatch.frontend.http.page import PATHS
 from depthbatch.frontend.params import shown
 
-# what probes and scrapers read without a key; everything that names or runs a model needs one
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
+# what probes, scrapers and browsers read without a key; everything that names or runs a model needs one
+OPEN_PATHS = PATHS | {"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"}
 UNPACED_PATHS = OPEN_PATHS | {"/abort"}  # an abort makes room for those who wait
 STARTS_PER_TURN = 4  # a millisecond or two each
 

@@ -1,6 +1,8 @@
-"""Endpoints about the server: models, tokens, abort, health, readiness, metrics, version."""
+"""Endpoints about the server: models, tokens, abort, health, readiness, metrics, stages, version."""
 
 import asyncio
+import os
+import stat
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -14,7 +16,7 @@ from depthbatch.common.errors import EngineDeadError
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.http.answers import documented, json_answer
 from depthbatch.frontend.http.edge import client_of
-from depthbatch.frontend.http.error_answers import bad_value
+from depthbatch.frontend.http.error_answers import ApiError, bad_value
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.request_fields import check_body
 from depthbatch.frontend.http.schemas import (
@@ -27,6 +29,7 @@ from depthbatch.frontend.http.schemas import (
     ModelList,
     ProcessHealth,
     ReadyAnswer,
+    StageTraceAnswer,
     TokenizeAnswer,
     TokenizeRequest,
     VersionAnswer,
@@ -35,6 +38,8 @@ from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.process_metrics import ProcessCollector
 
 STATS_WAIT_S = 0.5  # a scheduler that does not answer in time is reported with the numbers it gave last
+LAST_STAGES = 400  # that are told
+STAGE_BYTES = 512  # a line of the trace is mostly shorter
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -43,6 +48,9 @@ class Probe(Protocol):
 
     def health(self) -> HealthAnswer: ...
     async def metrics_text(self) -> bytes: ...
+    def stages(self) -> list[bytes] | None:
+        """The last stages as JSON, oldest first; None where nothing writes them down."""
+        ...
 
 
 class EngineProbe:
@@ -69,6 +77,26 @@ class EngineProbe:
             pass
         return generate_latest(self._metrics.registry)
 
+    def stages(self) -> list[bytes] | None:
+        path = self._engine.config.stage_trace
+        return None if path is None else last_lines(path, LAST_STAGES)
+
+
+def last_lines(path: str, count: int) -> list[bytes] | None:
+    """Whole lines at the end of a file that may be written to; None where it is no ordinary file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make the event loop wait
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        start = max(0, found.st_size - count * STAGE_BYTES)
+        file.seek(start)
+        lines = file.read(found.st_size - start).split(b"\n")[:-1]
+    return lines[1 if start else 0 :][-count:]
+
 
 def routes(service: Service, probe: Probe) -> APIRouter:
     router = APIRouter()
@@ -80,12 +108,20 @@ def routes(service: Service, probe: Probe) -> APIRouter:
 
 def _add_models(router: APIRouter, service: Service) -> None:
     def card() -> dict[str, Any]:
+        info = service.engine.info
         return {
             "id": service.model_name,
             "object": "model",
             "created": service.started_s,
             "owned_by": "depthbatch",
-            "max_model_len": service.engine.info.max_model_len,
+            "max_model_len": info.max_model_len,
+            "min_loops": info.r_min,
+            "max_loops": info.r_max,
+            "gates": [gate.label for gate in info.gates],
+            "gate": info.default_gate.label,
+            "exit_threshold": info.default_threshold,
+            "max_logprobs": info.max_logprobs,
+            "draft_lanes": info.draft_lanes,
         }
 
     @router.get("/v1/models", **documented(ModelList))
@@ -163,6 +199,14 @@ def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
     async def metrics() -> Response:
         """Prometheus metrics of all processes."""
         return Response(await probe.metrics_text(), media_type=METRICS_TYPE)
+
+    @router.get("/stage_trace", **documented(StageTraceAnswer))
+    async def stage_trace() -> Response:
+        """The last stages that ran, where the server was started with stage-trace."""
+        stages = probe.stages()
+        if stages is None:
+            raise ApiError(404, "this server was started without --stage-trace FILE")
+        return Response(b'{"stages":[' + b",".join(stages) + b"]}", media_type="application/json")
 
     @router.get("/version", response_model=None, responses={200: {"model": VersionAnswer}})
     async def version() -> Response:

@@ -328,6 +328,13 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    min_loops: int = Field(description="fewest loops after which a gate may let a token go")
+    max_loops: int = Field(description="loops of a full-depth token")
+    gates: list[str] = Field(description="what a request's gate may be")
+    gate: str = Field(description="gate of requests that name none")
+    exit_threshold: float = Field(description="threshold of requests that name none")
+    max_logprobs: int = Field(description="most logprobs a token; 0: this device gives none")
+    draft_lanes: int = Field(description="drafts of a sequence that may be on their way at once; 0: no speculation")
 
 
 class ModelList(BaseModel):
@@ -369,3 +376,7 @@ class ReadyAnswer(BaseModel):
 
 class VersionAnswer(BaseModel):
     version: str
+
+
+class StageTraceAnswer(BaseModel):
+    stages: list[dict[str, Any]] = Field(description="oldest first, as --stage-trace writes them")

@@ -20,6 +20,8 @@ from depthbatch.common.config import (
 )
 from depthbatch.common.errors import ConfigError
 
+PAGE = ("on", "off")
+
 
 class HttpConfig(Options, frozen=True):
     """Every option of ``depthbatch serve`` that is not the engine's."""
@@ -55,6 +57,7 @@ class HttpConfig(Options, frozen=True):
         str | None,
         option("origins whose pages may call this server, as https://host:port, separated by commas; * = any"),
     ] = None
+    page: Annotated[str, option("the server's own page at /", PAGE)] = "on"
     chat_template_kwargs: Annotated[str, option("names clients may set, separated by commas")] = "enable_thinking"
 
     def __post_init__(self) -> None:

@@ -14,8 +14,9 @@ DEMO = ROOT / "training" / "demo" / "demo"
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServeProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     options = ["--max-num-seqs", "16", "--kv-blocks", "512"]
+    options += ["--stage-trace", str(tmp_path_factory.mktemp("server") / "stages.jsonl")]
     if not list(DEMO.glob("*.safetensors")):
         options += ["--load-format", "dummy"]
     with ServeProcess(*options) as server:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the tests against foreign clients need: a virtual environment of its own, and two Debian packages.
+# What the tests against foreign clients need: a virtual environment of its own, and three Debian packages.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=.venv-clients
@@ -11,6 +11,7 @@ fi
 missing=()
 command -v promtool >/dev/null || missing+=(prometheus)
 command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
+command -v chromedriver >/dev/null || missing+=(chromium-driver)
 if [ ${#missing[@]} -gt 0 ]; then
     sudo=()
     [ "$(id -u)" = 0 ] || sudo=(sudo)

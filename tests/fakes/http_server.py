@@ -26,6 +26,7 @@ class FakeProbe:
 
     def __init__(self, service: Service) -> None:
         self.status = "ok"
+        self.stage_lines: list[bytes] | None = None
         self._service = service
 
     def health(self) -> HealthAnswer:
@@ -34,6 +35,9 @@ class FakeProbe:
 
     async def metrics_text(self) -> bytes:
         return generate_latest(self._service.metrics.registry)
+
+    def stages(self) -> list[bytes] | None:
+        return self.stage_lines
 
 
 class LiveServer:

@@ -17,7 +17,7 @@ CHECKS = [not_a_server_error, status_code_conformance, response_schema_conforman
 OPERATIONS = {
     "POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{model}", "POST /tokenize",
     "POST /detokenize", "GET /tokenizer_info", "POST /abort", "GET /health", "GET /ready", "GET /metrics",
-    "GET /version",
+    "GET /stage_trace", "GET /version",
 }  # fmt: skip
 EXAMPLES = 12
 

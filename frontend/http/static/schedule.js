@@ -7,9 +7,9 @@ const SVG = "http://www.w3.org/2000/svg";
 const ANCHORS = [[0xfb, 0xe8, 0xa6], [0xa6, 0xd3, 0x96], [0x4f, 0xac, 0xa0], [0x2f, 0x73, 0xa6], [0x40, 0x2f, 0x82]];
 const STAGE_FILLS = { prefill: "#d4526e", prelude: "#b9bec6", coda: "#7d838c" };
 const UNIT = 7; // pixels of a stage of median length
-const HEIGHT = 200;
-const WAITING_HEIGHT = 36;
-const LEFT = 34;
+const HEIGHT = 120;
+const WAITING_HEIGHT = 18;
+const LEFT = 30;
 const TOP = 6;
 const MOST_GAP = 5 * UNIT;
 
@@ -129,76 +129,105 @@ function stageLegend(host, maxLoops) {
   host.append(core, ...entries);
 }
 
-/** Draws stages (objects as `--stage-trace` writes them) into host, which it empties. Arrow keys go from stage to stage. */
-export function drawSchedule(host, stages, maxLoops) {
-  const { places, width, byTime } = layOut(stages);
-  const tallest = Math.max(1, ...stages.map((stage) => stage.batch));
-  const longest = Math.max(1, ...stages.map((stage) => stage.q_p ?? 0));
+/** Where each line of the picture starts and ends: [first stage, the one after the last]. */
+function broken(places, room) {
+  const lines = [];
+  let first = 0;
+  places.forEach((place, i) => {
+    if (place.x + place.width - places[first].x <= room || i === first) return;
+    lines.push([first, i]);
+    first = i;
+  });
+  if (places.length) lines.push([first, places.length]);
+  return lines;
+}
+
+/** One line of the picture; its columns start at LEFT. */
+function drawLine(stages, places, [first, last], { tallest, longest, maxLoops }) {
   const scale = HEIGHT / tallest;
   const base = TOP + HEIGHT;
-  const picture = svg("svg", {
-    width: LEFT + Math.ceil(width) + 8, height: base + WAITING_HEIGHT + 30, role: "img", tabindex: 0, class: "schedule",
-    "aria-label": "The schedule: one column a stage, one row of it a sequence. Arrow keys go from stage to stage.",
-  });
+  const foot = base + 5 + WAITING_HEIGHT;
+  const shift = LEFT - places[first].x;
+  const end = places[last - 1].x + places[last - 1].width + shift;
+  const picture = svg("svg", { width: Math.ceil(end) + 2, height: foot + 4, class: "schedule", "aria-hidden": "true" });
   for (const rows of new Set([0, Math.round(tallest / 2), tallest])) {
     const y = base - rows * scale;
-    picture.append(svg("line", { x1: LEFT, x2: LEFT + width, y1: y, y2: y, class: "grid" }));
+    picture.append(svg("line", { x1: LEFT, x2: end, y1: y, y2: y, class: "grid" }));
     picture.append(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, rows));
   }
-  stages.forEach((stage, i) => {
+  let waiting = `M${LEFT} ${foot}`;
+  for (let i = first; i < last; i++) {
+    const { x, width } = places[i];
     let top = base;
-    for (const [rows, fill] of parts(stage, maxLoops)) {
+    for (const [rows, fill] of parts(stages[i], maxLoops)) {
       top -= rows * scale;
-      const { x, width: wide } = places[i];
-      const inner = Math.max(1, wide - (wide > 3 ? 0.6 : 0));
-      picture.append(svg("rect", { x: LEFT + x, y: top, width: inner, height: rows * scale, fill, class: "part" }));
+      const inner = Math.max(1, width - (width > 3 ? 0.6 : 0));
+      picture.append(svg("rect", { x: x + shift, y: top, width: inner, height: rows * scale, fill, class: "part" }));
     }
-  });
-  const foot = base + 8 + WAITING_HEIGHT;
-  const steps = stages.map((stage, i) => {
-    const y = foot - ((stage.q_p ?? 0) / longest) * WAITING_HEIGHT;
-    return `L${(LEFT + places[i].x).toFixed(1)} ${y.toFixed(1)}h${places[i].width.toFixed(1)}`;
-  });
-  if (steps.length) {
-    picture.append(svg("path", { d: `M${LEFT} ${foot}${steps.join("")}V${foot}Z`, class: "waiting" }));
-    const most = Math.max(...stages.map((stage) => stage.q_p ?? 0));
-    picture.append(svg("text", { x: LEFT - 6, y: base + 18, "text-anchor": "end" }, most));
+    const y = foot - ((stages[i].q_p ?? 0) / Math.max(1, longest)) * WAITING_HEIGHT;
+    waiting += `H${(x + shift).toFixed(1)}V${y.toFixed(1)}h${width.toFixed(1)}`;
   }
-  const axis = byTime ? "time, from left to right" : "stages in launch order, not to scale";
-  picture.append(svg("text", { x: LEFT, y: foot + 16 }, `above: rows · below: prompts that wait · ${axis}`));
-
+  if (longest) {
+    picture.append(svg("path", { d: `${waiting}V${foot}Z`, class: "waiting" }));
+    picture.append(svg("text", { x: LEFT - 6, y: foot, "text-anchor": "end" }, longest));
+  }
   const cursor = svg("rect", { y: TOP, width: 0, height: foot - TOP, class: "cursor" });
   picture.append(cursor);
+  return { picture, cursor, shift, first, last };
+}
+
+/** Draws stages (objects as `--stage-trace` writes them) into host, which it empties, in as many lines as its width asks
+ * for. Arrow keys go from stage to stage. */
+export function drawSchedule(host, stages, maxLoops) {
+  const { places, byTime } = layOut(stages);
+  const scale = {
+    tallest: Math.max(1, ...stages.map((stage) => stage.batch)), longest: Math.max(0, ...stages.map((stage) => stage.q_p ?? 0)),
+    maxLoops,
+  };
+  const room = Math.max(200, (host.clientWidth || 900) - LEFT - 12);
+  const lines = broken(places, room).map((line) => drawLine(stages, places, line, scale));
+  const walk = document.createElement("div");
+  walk.className = "strips";
+  walk.tabIndex = 0;
+  walk.setAttribute("role", "img");
+  walk.setAttribute("aria-label", "The schedule: one column a stage, one row of it a sequence. Arrow keys go from stage to stage.");
+  walk.append(...lines.map((line) => line.picture));
+
+  const axis = byTime ? "time runs from left to right, gaps are idle time" : "stages in launch order, not to scale";
+  const waits = scale.longest ? " · grey below: prompts that wait" : "";
+  const hint = stages.length ? `${axis}${waits} · point at a stage, or walk with the arrow keys` : "No stage yet.";
   const note = document.createElement("p");
   note.className = "schedule-note";
   note.setAttribute("role", "status");
-  note.textContent = stages.length ? "Point at a stage, or walk with the arrow keys." : "No stage yet.";
+  note.textContent = hint;
   let at = -1;
   const show = (index) => {
     if (!stages.length) return;
     at = Math.min(stages.length - 1, Math.max(0, index));
-    cursor.setAttribute("x", LEFT + places[at].x);
-    cursor.setAttribute("width", places[at].width);
-    note.textContent = describeStage(stages[at], places[at]);
+    for (const line of lines) {
+      const here = line.first <= at && at < line.last;
+      line.cursor.setAttribute("width", here ? places[at].width : 0);
+      if (here) line.cursor.setAttribute("x", places[at].x + line.shift);
+      if (here && document.activeElement === walk) line.picture.scrollIntoView({ block: "nearest" });
+    }
+    note.textContent = `${at + 1}: ${describeStage(stages[at], places[at])}`;
   };
-  picture.addEventListener("pointermove", (event) => {
-    const x = event.clientX - picture.getBoundingClientRect().left - LEFT;
-    const index = places.findIndex((place) => x < place.x + place.width);
-    if (x >= 0 && index >= 0) show(index);
-  });
-  picture.addEventListener("keydown", (event) => {
+  for (const line of lines) {
+    line.picture.addEventListener("pointermove", (event) => {
+      const x = event.clientX - line.picture.getBoundingClientRect().left - line.shift;
+      for (let i = line.first; i < line.last; i++) {
+        if (x >= places[i].x && x < places[i].x + places[i].width) show(i);
+      }
+    });
+  }
+  walk.addEventListener("keydown", (event) => {
     const next = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: stages.length - 1 }[event.key];
     if (next === undefined) return;
     event.preventDefault();
     show(next);
-    cursor.scrollIntoView?.({ block: "nearest", inline: "nearest" });
   });
   const legend = document.createElement("p");
   legend.className = "legend";
   stageLegend(legend, maxLoops);
-  const scroller = document.createElement("div");
-  scroller.className = "scroller";
-  scroller.append(picture);
-  host.replaceChildren(legend, scroller, note);
-  return scroller;
+  host.replaceChildren(legend, note, walk);
 }
