@@ -172,7 +172,7 @@ class EngineConfig(Options, frozen=True):
     min_coda_batch: Annotated[
         Natural | None,
         option(
-            "K: exited rows that coda waits for under refill, unless drafts ask for one (default 1; W // 4 with layers outside the core and no fixed drafts)"
+            "K: exited rows that coda waits for under refill, unless drafts ask for one (default 1; with layers outside the core W // 4, with a fixed number of drafts W)"
         ),
     ] = None
     kv_headroom: Annotated[

@@ -83,8 +83,8 @@ class SchedulerConfig:
                 "otherwise than its own tokens"
             )
         learned_drafts = info.draft_lanes > 0 and options.speculation == "auto"
-        fixed_drafts = info.draft_lanes > 0 and not learned_drafts  # they ask for a coda about every core step
-        coda_batch = 1 if info.boundary_layers == 0 or fixed_drafts else max(1, width // 4)
+        fixed_drafts = info.draft_lanes > 0 and not learned_drafts  # they ask for a coda, and exited rows go with it
+        coda_batch = 1 if info.boundary_layers == 0 else width if fixed_drafts else max(1, width // 4)
         return cls(
             policy=options.policy,
             max_num_seqs=width,

@@ -377,6 +377,10 @@ def test_defaults_follow_the_model() -> None:
     one = SchedulerConfig.resolve(EngineConfig(max_num_seqs=64), INFO)
     assert (one.min_free_slots, one.min_coda_batch, one.usable_blocks) == (8, 1, 64)
     assert SchedulerConfig.resolve(EngineConfig(max_num_seqs=64), changed(INFO, boundary_layers=4)).min_coda_batch == 16
+    deep = changed(INFO, boundary_layers=4, draft_lanes=2, kv_layout="last_exited")
+    for speculation, k in (("2", 64), ("auto", 16)):  # where drafts ask for codas, exited rows go with them
+        options = EngineConfig(max_num_seqs=64, policy="refill", speculation=speculation)
+        assert SchedulerConfig.resolve(options, deep).min_coda_batch == k
     tiny = SchedulerConfig.resolve(EngineConfig(max_num_seqs=2), changed(INFO, boundary_layers=4))
     assert (tiny.min_free_slots, tiny.min_coda_batch) == (1, 1)
     assert SchedulerConfig.resolve(EngineConfig(policy="refill", min_coda_batch=5), INFO).min_coda_batch == 5
