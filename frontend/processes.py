@@ -69,6 +69,12 @@ class Processes(Protocol):
     """Who owns the scheduler and worker of one engine. Failures of a start show as deaths."""
 
     outlive_frontend: bool  # True: a scheduler may hold requests of a former frontend
+    backs_off: bool  # True: a process that dies again and again is started later and later; it need not end the engine
+
+    @property
+    def served(self) -> bool:
+        """The engine has been ready under a former frontend."""
+        ...
 
     @property
     def run_dir(self) -> Path:
@@ -178,6 +184,8 @@ class Launcher:
     """The processes of one engine as children of this one, in a run directory of its own."""
 
     outlive_frontend = False
+    backs_off = False
+    served = False
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError when there is no place for the run directory."""

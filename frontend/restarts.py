@@ -53,7 +53,7 @@ class Restarts:
         self.last_words: Fatal | None = None  # of a process that gives up; whoever hears them sets them
         self._processes = processes
         self._budget = RestartBudget()
-        self._served = False
+        self._served = processes.served
 
     def start(self) -> None:
         self._processes.start("scheduler")
@@ -76,7 +76,7 @@ class Restarts:
             return None
         if not self._served:
             return self._look_at_start(dead)
-        if self._may_return(dead):
+        if self._processes.backs_off or self._may_return(dead):
             return Loss(dead)
         reason = self.last_words.message if self.last_words is not None else dead[0].epitaph()
         return Loss(dead, EngineDeadError(f"restarting does not help: {reason}"))

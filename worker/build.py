@@ -4,12 +4,15 @@ Everything that depends on both options and model is checked here, before memory
 that names the option. The warm-up at the end refuses weights that give no numbers.
 """
 
+import gc
+import sys
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
@@ -19,7 +22,7 @@ from depthbatch.common.messages import PLAIN, EngineInfo, Variant
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
-from depthbatch.worker.device import KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
+from depthbatch.worker.device import GIB, KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CudaAccelerator
@@ -28,7 +31,7 @@ from depthbatch.worker.runner.plain import PlainRunner
 from depthbatch.worker.runner.stage_input import StageLimits, bucket_sizes, most_rows, uncaptured_sizes
 from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
 from depthbatch.worker.runner.stages import Stages
-from depthbatch.worker.sampling.grammar_matchers import load_grammars
+from depthbatch.worker.sampling.grammar_matchers import Grammars, load_grammars
 from depthbatch.worker.sampling.logprobs import num_likeliest
 from depthbatch.worker.slots import SlotState
 
@@ -48,24 +51,57 @@ def build_runner(config: EngineConfig) -> BuiltRunner:
     device = resolve_device(config.device)
     if device.type == "cpu":
         log.info("%d CPU threads", set_threads(config.threads))
-    model = load_model(
-        config.model,
-        dtype=config.dtype,
-        device=device,
-        load_format=config.load_format,
-        seed=config.seed,
-        r_max=config.max_loops,
-        state_init=config.state_init,
-    )
+    try:
+        model = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            seed=config.seed,
+            r_max=config.max_loops,
+            state_init=config.state_init,
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(f"model '{config.model}': no memory for its weights ({_reason(error)})") from None
     return assemble(config, model, device)
 
 
 def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, backend: str | None = None) -> BuiltRunner:
-    """Everything around a loaded model. ``backend`` names an attention backend; None is the fastest there is."""
+    """Everything around a loaded model, with a smaller KV cache where the memory for the planned one is not to be had.
+    ``backend`` names an attention backend; None is the fastest there is. Raises ConfigError, ModelError."""
     spec = model.spec
     layout = resolve_layout(config, spec)
     plan = _plan(config, spec, layout, device)
+    engine_info(config, spec, layout, plan, device)  # refuses what the model cannot run, before a program is started
+    grammars = load_grammars(resolve_model_dir(config.model), spec.vocab_size, spec.eos_token_ids)
+    while True:
+        try:
+            return _with_memory(config, model, device, plan, grammars, backend)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = _reason(error)
+        gc.collect()  # what the attempt has taken; its frames are gone with its error
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        plan = _smaller_plan(config, spec, plan, device, reason)
+
+
+def _with_memory(
+    config: EngineConfig,
+    model: LoopedModel,
+    device: torch.device,
+    plan: KVPlan,
+    grammars: Grammars | None,
+    backend: str | None,
+) -> BuiltRunner:
+    """Takes the memory of a plan, and runs every stage once. Raises as ``is_out_of_memory`` knows when there is too little."""
+    spec = model.spec
+    layout = resolve_layout(config, spec)
     log.info("%s", plan.describe())
+    fault_points.reach("worker.kv_memory", plan)
     geometry = CacheGeometry(
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
@@ -81,7 +117,6 @@ def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, bac
     slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device, lanes)
     stages = Stages(model, select_backend(geometry, backend), slots, layout)
     info = engine_info(config, spec, layout, plan, device)
-    grammars = load_grammars(resolve_model_dir(config.model), spec.vocab_size, spec.eos_token_ids)
     limits = StageLimits(
         num_slots=config.max_num_seqs,
         num_blocks=plan.num_blocks,
@@ -175,8 +210,38 @@ def engine_info(
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the device or the host. torch's CPU allocator has no class of its own for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _smaller_plan(config: EngineConfig, spec: ModelSpec, plan: KVPlan, device: torch.device, reason: str) -> KVPlan:
+    """Three quarters of the blocks. ConfigError where their number was asked for, or too few would be left."""
+    blocks = plan.num_blocks - 1
+    if config.kv_blocks is not None:
+        raise ConfigError(
+            f"kv_blocks {blocks}: there is no memory for the KV cache of {plan.total_bytes / GIB:.2f} GiB and what runs "
+            f"beside it ({reason})"
+        )
+    if blocks < 2:
+        raise ConfigError(f"no room for the KV cache, not even for one block ({reason})")
+    log.warning("no memory for %d KV blocks (%s): trying %d", blocks, reason, blocks * 3 // 4)
+    request = _kv_request(config, spec, resolve_layout(config, spec), device)
+    return plan_kv(request._replace(kv_blocks=blocks * 3 // 4), sys.maxsize, device.type)
+
+
 def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVPlan:
-    request = KVRequest(
+    return plan_kv(_kv_request(config, spec, layout, device), free_memory(device), device.type)
+
+
+def _kv_request(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVRequest:
+    return KVRequest(
         bytes_per_token=spec.kv_bytes_per_token(layout),
         block_size=config.block_size or default_block_size(device, spec.dtype),
         max_positions=spec.max_positions,
@@ -184,7 +249,6 @@ def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch
         kv_blocks=config.kv_blocks,
         max_model_len=config.max_model_len,
     )
-    return plan_kv(request, free_memory(device), device.type)
 
 
 def warm_up(stages: Stages, device: torch.device, name: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.run_dir import read_end
-from depthbatch.deploy.supervise.run_files import read_starts, write_config
+from depthbatch.deploy.supervise.run_files import SERVED_FILE, read_starts, write_config
 
 START_S = 30.0  # from the death of a process to its successor's pid
 ASK_EVERY_S = 1.0  # the supervisor, about a process that is expected
@@ -30,6 +30,10 @@ class Supervisor(Protocol):
 
     def exit_code(self, name: str) -> int | None:
         """Exit code of a process that will not be started again; None while it runs or will be."""
+        ...
+
+    def start(self, name: str) -> None:
+        """Starts a process that would not be started again."""
         ...
 
 
@@ -122,6 +126,7 @@ class AttachedProcesses:
     """The scheduler and worker of one run directory."""
 
     outlive_frontend = True
+    backs_off = True
 
     def __init__(self, run_dir: Path, config: EngineConfig, supervisor: Supervisor) -> None:
         self.run_dir = run_dir
@@ -131,6 +136,7 @@ class AttachedProcesses:
 
     def pin_kv_blocks(self, kv_blocks: int) -> None:
         """The programs read their configuration from the run directory."""
+        (self.run_dir / SERVED_FILE).touch()
         write_config(self.run_dir, msgspec.structs.replace(self._config, kv_blocks=kv_blocks))
 
     def start(self, name: str) -> None:
@@ -140,9 +146,15 @@ class AttachedProcesses:
         if former is not None:
             former.release()
             former_pid = former.pid
+            if former.exit_code:  # by its code it is not started again; but it has served before
+                self._supervisor.start(name)
         elif name == "worker":
             former_pid = self._end_stale_worker()
         self.children[name] = AttachedProcess(name, self.run_dir, self._supervisor, former_pid)
+
+    @property
+    def served(self) -> bool:
+        return (self.run_dir / SERVED_FILE).exists()
 
     def restarts(self, name: str) -> int:
         return max(0, read_starts(self.run_dir, name) - 1)

@@ -9,18 +9,21 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 from depthbatch.common.errors import FAULT, USER_ERROR, DepthbatchError
 from depthbatch.common.logging import get_logger, setup_logging
-from depthbatch.common.os_process import die_with_parent, die_with_threads
+from depthbatch.common.os_process import die_with_parent, die_with_threads, end_with_parent
 from depthbatch.common.run_dir import note_end
 from depthbatch.deploy.supervise.attached import AttachedProcesses
+from depthbatch.deploy.supervise.back_off import book_fault
 from depthbatch.deploy.supervise.run_files import (
     GAVE_UP,
     HTTP_FILE,
     RUN_DIR_VARIABLE,
     URL_FILE,
+    follows_fault,
     note_start,
     read_config,
     write_file,
@@ -37,6 +40,7 @@ def main() -> int:
     if name == "frontend":  # before its pid is known, and until the server has handlers of its own
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     setup_logging(name)
+    wait_s = book_fault(run_dir, name) if name != "frontend" and follows_fault(run_dir, name) else 0.0
     starts = note_start(run_dir, name)
     if starts:
         get_logger(name).warning("started again (restart %d)", starts)
@@ -44,6 +48,10 @@ def main() -> int:
         die_with_parent(parent_pid)
         die_with_threads()
         return _run_frontend(run_dir)
+    if wait_s:
+        end_with_parent()
+        get_logger(name).warning("dies again and again: waits %g s before it starts", wait_s)
+        time.sleep(wait_s)
     command = [sys.executable, "-P", "-m", f"depthbatch.{name}", "--run-dir", str(run_dir)]
     command += ["--config", read_config(run_dir).to_json(), "--parent-pid", str(parent_pid)]
     os.execv(command[0], command)

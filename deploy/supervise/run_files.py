@@ -10,6 +10,7 @@ RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
 CONFIG_FILE = "engine.json"
 HTTP_FILE = "http.json"
 URL_FILE = "url"
+SERVED_FILE = "served"  # there once the engine has been ready
 GAVE_UP = 3  # exit code of a frontend that no restart of its own would help, while one of the whole engine may
 
 
@@ -23,10 +24,16 @@ def read_config(run_dir: Path) -> EngineConfig:
     return EngineConfig.from_json((run_dir / CONFIG_FILE).read_text())
 
 
+def follows_fault(run_dir: Path, name: str) -> bool:
+    """Before ``note_start``: whether the program's last life ended without having been asked to."""
+    ended = read_end(run_dir, name) == _read_number(run_dir / f"{name}.pid")
+    return read_starts(run_dir, name) > 0 and not ended
+
+
 def note_start(run_dir: Path, name: str) -> int:
     """Called by a program before anything else. Returns how often it was started before."""
     starts = read_starts(run_dir, name)
-    if starts and read_end(run_dir, name) != _read_number(run_dir / f"{name}.pid"):
+    if follows_fault(run_dir, name):
         write_file(run_dir / f"{name}.faults", str(read_faults(run_dir, name) + 1))
     write_file(run_dir / f"{name}.starts", str(starts + 1))
     write_file(run_dir / f"{name}.pid", str(os.getpid()))

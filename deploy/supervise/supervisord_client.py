@@ -1,5 +1,6 @@
 """What supervisord says of a program, within a time limit: the frontend asks from its event loop."""
 
+import contextlib
 import socket
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -13,6 +14,7 @@ from depthbatch.deploy.supervise.run_files import GAVE_UP
 ASK_S = 0.2  # for every step of a question
 # exitcodes of the configuration: no restart
 EXPECTED_CODES = {"scheduler": (USER_ERROR,), "worker": (USER_ERROR,), "frontend": (0, USER_ERROR, GAVE_UP)}
+_FAILURES = (OSError, HTTPException, Error, ExpatError)
 
 
 class _UnixConnection(HTTPConnection):
@@ -48,9 +50,17 @@ class SupervisordClient:
         with ServerProxy("http://localhost/RPC2", _UnixTransport(self._path)) as server:
             try:
                 answer = server.supervisor.getProcessInfo(name)
-            except (OSError, HTTPException, Error, ExpatError):
+            except _FAILURES:
                 return None
         return answer if isinstance(answer, dict) else None
+
+    def start(self, name: str) -> None:
+        """Has a program started that supervisord would not start again by itself; if it cannot, all stays as it is."""
+        with (
+            ServerProxy("http://localhost/RPC2", _UnixTransport(self._path)) as server,
+            contextlib.suppress(*_FAILURES),
+        ):
+            server.supervisor.startProcess(name, False)
 
     def exit_code(self, name: str) -> int | None:
         """Exit code of a program that will not be started again, None otherwise.

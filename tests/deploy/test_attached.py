@@ -27,6 +27,9 @@ class FakeSupervisor:
         self.questions += 1
         return self.codes.get(name)
 
+    def start(self, name: str) -> None:
+        raise AssertionError("nothing has served yet")
+
 
 class Sleeps:
     """Processes with pid files, as supervised programs write them."""

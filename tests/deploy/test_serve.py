@@ -4,6 +4,7 @@ simulated device, whose tokens are a function of (seed, position): what a stream
 import asyncio
 import configparser
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -96,6 +97,27 @@ def test_a_hang_is_told(server: ServeProcess, expected: list[int], name: str) ->
     assert token_ids(seen) == expected
     server.wait_ready()
     wait_until(lambda: server.health()["processes"][name]["steps"] >= steps + TOKENS, "the steps are counted", 5.0)
+
+
+def test_a_crash_loop_is_waited_out(server: ServeProcess, expected: list[int]) -> None:
+    """Bug: after the sixth restart within a minute the server ended. Here a worker is killed as soon as it is there, until
+    one is told to wait: /ready and /health are 503 meanwhile, no program has ended, and the stream then goes on."""
+    path = Path(server.supervisor_socket().removeprefix("unix://")).with_name("worker.pid")
+    before = server.pids()
+    with server.stream(max_tokens=TOKENS) as events:
+        seen = [next(events)]
+        while not (recent := path.with_name("worker.recent")).exists() or not json.loads(recent.read_text())["wait_s"]:
+            pid = int(path.read_text())
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: int(path.read_text()) != pid, "supervisord starts another")
+        answers = [httpx.get(server.url + route) for route in ("/ready", "/health")]
+        assert [(answer.status_code, answer.json()["status"]) for answer in answers] == [(503, "starting")] * 2
+        seen += events
+    assert token_ids(seen) == expected and "worker: dies again and again: waits 1 s before it starts" in server.log
+    server.wait_ready()
+    assert {name: pid for name, pid in server.pids().items() if name != "worker"} == {
+        name: pid for name, pid in before.items() if name != "worker"
+    }
 
 
 def test_kill_9_of_the_frontend(server: ServeProcess, expected: list[int]) -> None:

@@ -40,7 +40,7 @@ class Fault(msgspec.Struct, frozen=True):
     def concerns(self, about: Any) -> bool:
         if self.token is None and self.position is None:
             return True
-        header, frame = about
+        header, frame = about[:2]  # of a stage, before its parameters
         if header.stage == Stage.PREFILL:
             tokens = frame[4 * header.rows :][: header.n_tokens]
             return self.token is not None and self.token in tokens

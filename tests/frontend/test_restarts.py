@@ -47,6 +47,8 @@ class NamedProcesses:
     """Their owner, who notes what it is asked for."""
 
     outlive_frontend: bool = False
+    backs_off: bool = False
+    served: bool = False
     run_dir: Path = Path()
     children: dict[str, Named] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -115,6 +117,20 @@ def test_restarts_that_do_not_help_end_the_engine() -> None:
     watch.last_words = Fatal("worker", "out of memory")
     loss = watch.look()
     assert loss is not None and str(loss.failure) == "restarting does not help: out of memory"
+
+
+@pytest.mark.parametrize("of_former_frontend", [False, True])
+def test_restarts_that_come_later_and_later_end_nothing(of_former_frontend: bool) -> None:
+    """Under supervision a crash loop is waited out once the engine has served, be it under a frontend before this one."""
+    processes = NamedProcesses(backs_off=True, served=of_former_frontend)
+    watch = Restarts(processes)
+    watch.start()
+    watch._served |= not of_former_frontend
+    for _ in range(2 * MAX_RESTARTS):
+        processes.children["worker"].die()
+        loss = watch.look()
+        assert loss is not None and loss.failure is None
+        watch.replace(loss)
 
 
 def test_what_was_asked_to_end_is_no_fault() -> None:

@@ -69,3 +69,27 @@ def test_a_request_that_kills_the_worker_fails_alone(
         assert llm.stats()["kv_cache_usage_perc"] == 0.0
     answer = as_api_error(caught.value)
     assert (answer.status, answer.code, answer.headers) == (500, "worker_died", {"x-should-retry": "false"})
+
+
+def test_no_memory_in_a_step_and_deaths_in_prefill_lose_nothing(
+    undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's memory, then the device's, runs out in a decode step; a long prompt's worker, then its scheduler, is
+    killed in the middle of its prefill: every request gets all of its tokens."""
+    faults = install(
+        monkeypatch,
+        tmp_path,
+        Fault("worker.stage", "MemoryError", after=20),
+        Fault("worker.stage", "OutOfMemoryError", after=20),
+        Fault("worker.stage", "kill", token=98),
+        Fault("scheduler.dispatch", "kill", token=99),
+    )
+    long, own = [*range(11, 31), 97, 98, *range(31, 45), 99, 5], SamplingParams(max_tokens=9, seed=7, temperature=1.0)
+    with LLM(quiet=True, max_num_batched_tokens=8, **OPTIONS) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == undisturbed
+        assert faults.struck == 2 and "out of memory" in (llm._client.run_dir / "worker.log").read_text()
+        [killed] = llm.generate([long], own)
+        assert faults.struck == 4
+        assert llm.generate([long], own)[0].token_ids == killed.token_ids
+        restarts = {name: process.restarts for name, process in llm.health().processes.items()}
+        assert restarts == {"frontend": 0, "scheduler": 1, "worker": 4} and llm.stats()["kv_cache_usage_perc"] == 0.0

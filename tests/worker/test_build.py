@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.common.gates import Gate
@@ -63,3 +64,51 @@ def test_weights_that_give_no_numbers_are_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ModelError, match="not finite"):
         built(model)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("cannot map 9 MiB"),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nGPU 0 has less."),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_is_not_to_be_had_makes_the_cache_smaller(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: what was free when the cache was planned need not be free when it is taken, and the worker ended with a
+    traceback. Where the number of blocks was asked for, or must hold a length that was, one line refuses it."""
+    tried: list[int] = []
+
+    def no_memory(point: str, about: object) -> None:
+        assert point == "worker.kv_memory" and isinstance(about, build.KVPlan)
+        tried.append(about.num_blocks - 1)
+        if about.num_blocks > 100:
+            raise error
+
+    monkeypatch.setattr(fault_points, "hook", no_memory)
+    _, info = built(kv_blocks=None, max_model_len=None)
+    assert (
+        tried[0] == 4 * 2048 // 16
+        and tried[1] == tried[0] * 3 // 4
+        and tried[-1] == info.num_blocks - 1 <= 99 < tried[-2]
+    )
+    assert info.max_model_len == 16 * tried[-1] and "trying" in caplog.text
+    for options, says in (
+        ({"kv_blocks": 200}, "kv_blocks 200: "),
+        ({"kv_blocks": None, "max_model_len": 2000}, "2000"),
+    ):
+        with pytest.raises(ConfigError, match=says) as caught:
+            built(**options)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_memory_for_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(build, "load_model", no_memory)
+    with pytest.raises(ConfigError, match=r"no memory for its weights \(CUDA out of memory.\)"):
+        built()
