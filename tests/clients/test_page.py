@@ -278,6 +278,23 @@ def test_streams_and_stops(browser: Browser, monkeypatch: pytest.MonkeyPatch) ->
         browser.until(lambda: not slow.engine.running, "the engine has heard of it")
 
 
+def test_every_character_has_its_token(browser: Browser) -> None:
+    """Tokens that are parts of characters, on either route: the texts of all tokens join to the plain answer's."""
+    data = "aש😀가\x0b\u2028\n".encode() + b"\xf0\x9f" + b"b\x80"
+    with pytest.MonkeyPatch.context() as patch, LiveServer(byte_tokenizer()) as server:
+        patch.setattr(serving_engine, "fake_token", lambda prompt, seed, position: data[position % len(data)])
+        browser.open(server.url)
+        plain = httpx.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 64}).json()
+        text = plain["choices"][0]["text"]
+        assert "😀가" in text and "\ufffd" in text
+        for mode in (1, 2):
+            browser.get(f"#mode label:nth-of-type({mode})").click()
+            browser.run("x")
+            tokens = browser.tokens()
+            shown = "".join(token["text"] for token in tokens if not token["blank"])
+            assert shown.replace("↵", "") == text and len(tokens) == serving_engine.NATURAL_LENGTH + 1
+
+
 def test_hostile_text_stays_text(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt, answer, alternatives, conversation, errors and the model's name are markup with a script: all of it is
     shown as it is written, none of it runs."""

@@ -29,7 +29,7 @@ class Column {
 
   _setUp(facts, card) {
     const { gate, drafts } = this.controls;
-    const server = new Option(`the server's (${card.gate})`, "");
+    const server = new Option(`server's (${card.gate})`, "");
     const others = card.gates.filter((name) => name !== "replay").map((name) => new Option(name, name));
     gate.replaceChildren(server, ...others);
     drafts.parentElement.hidden = card.draft_lanes === 0;
@@ -183,6 +183,7 @@ class Playground {
     by("mode").hidden = !facts.chat;
     this._listen();
     this.showColumns();
+    by("run").disabled = false;
   }
 
   get compared() {
@@ -292,6 +293,7 @@ class Playground {
     const bodies = asked.map((column) => this.body(column, text));
     await Promise.all(asked.map((column, i) => column.ask(path, bodies[i], this.stop.signal, news)));
     if (asked.length === 2) showDifference(asked, true);
+    by("said").textContent = asked.map((column) => `Answer ${column.name}: ${column.answer.text}`).join(". ");
     const hadFocus = document.activeElement === by("stop");
     by("stop").hidden = true;
     by("run").hidden = false;
