@@ -293,6 +293,18 @@ def test_every_character_has_its_token(browser: Browser) -> None:
             tokens = browser.tokens()
             shown = "".join(token["text"] for token in tokens if not token["blank"])
             assert shown.replace("↵", "") == text and len(tokens) == serving_engine.NATURAL_LENGTH + 1
+            assert ["" if token["blank"] else token["text"] for token in tokens[:8]] == [
+                "a",
+                "",
+                "ש",
+                "",
+                "",
+                "",
+                "😀",
+                "",
+            ]
+            assert mode == 1 or tokens == completion, "a chat's tokens have the same texts"
+            completion = tokens
 
 
 def test_hostile_text_stays_text(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
