@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 
 ROOT = "depthbatch"
 
@@ -21,3 +22,23 @@ def setup_logging(process: str) -> None:
     level = os.environ.get("DEPTHBATCH_LOG_LEVEL", "INFO").upper()
     root.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
     root.propagate = False
+
+
+class SparseLog:
+    """Warnings that somebody else may cause by the million: one is a line at once, further ones within ``every_s`` are
+    counted, and the next line tells how many there were."""
+
+    def __init__(self, logger: logging.Logger, every_s: float = 60.0) -> None:
+        self._logger = logger
+        self._every_s = every_s
+        self._next_s = 0.0  # monotonic
+        self._left_out = 0
+
+    def warning(self, text: str, *values: object) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            self._left_out += 1
+            return
+        more = f" (and {self._left_out} more before)" if self._left_out else ""
+        self._logger.warning(text + "%s", *values, more)
+        self._next_s, self._left_out = now_s + self._every_s, 0

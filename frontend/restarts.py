@@ -10,6 +10,7 @@ from depthbatch.common.messages import EngineInfo, Fatal
 from depthbatch.frontend.processes import Process, Processes
 
 FATAL_GRACE_S = 0.3  # a dying worker's last words come through the scheduler
+LAST_WORDS_S = 10.0  # those of a user's mistake are sure to come, however busy the machine is
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means that restarting does not help
 RESTART_WINDOW_S = 60.0
 
@@ -94,7 +95,10 @@ class Restarts:
         if first.will_return() and self._may_return(dead):
             return Loss(dead)
         if first.exit_code == USER_ERROR:
-            return Loss(dead, ConfigError(first.last_line() or first.epitaph()))
+            reason = first.last_line()
+            if not reason and first.dead_for_s < LAST_WORDS_S:
+                return None
+            return Loss(dead, ConfigError(reason or first.epitaph()))
         return Loss(dead, EngineDeadError(first.epitaph()))
 
     def _may_return(self, dead: tuple[Process, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The frontend program: uvicorn with bounded request heads and a SIGTERM that drains. It listens at once, answers probes
+"""The frontend program: uvicorn with bounded connections and a SIGTERM that drains. It listens at once, answers probes
 while the engine loads, then serves it until drained. Knows no routes.
 """
 
@@ -7,18 +7,15 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
 from typing import Any
 
-import httptools
 import uvicorn
 import uvloop
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from depthbatch.common.errors import ConfigError, DepthbatchError
 from depthbatch.common.logging import get_logger
@@ -26,8 +23,10 @@ from depthbatch.common.os_process import tune_garbage_collection
 from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import OnFailure, background, catch_the_rest, failure_of
+from depthbatch.frontend.http.access_log import AccessLog
 from depthbatch.frontend.http.app import create_app
-from depthbatch.frontend.http.error_answers import ApiError, overloaded
+from depthbatch.frontend.http.connection import ConnectionLimits, bounded_protocol, plan_descriptors
+from depthbatch.frontend.http.error_answers import overloaded
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.operations import EngineProbe
 from depthbatch.frontend.http.settings import HttpConfig
@@ -36,8 +35,8 @@ from depthbatch.frontend.zmq_api import ZmqApi
 
 log = get_logger("http")
 
-BACKLOG = 4096
 ACCEPTS_PER_TURN = 16  # of the event loop; libuv takes one for each listening socket that it knows
+TICKS_PER_SWEEP = 10
 ABORT_GRACE_S = 3.0  # from the abort of everything to the end of the last answer
 
 
@@ -53,7 +52,7 @@ def bind(config: HttpConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-        listener.listen(BACKLOG)
+        listener.listen(plan_descriptors().backlog)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {os.strerror(error.errno or 0)}") from None
@@ -68,138 +67,6 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
-    """uvicorn's httptools protocol with a limit on the request head, and disconnects told to pipelined requests too.
-
-    A request that asks for another protocol is answered as if it had not: the parser takes what follows its head for that
-    protocol, so what follows goes to a parser that has seen the head without the question."""
-
-    class BoundedProtocol(HttpToolsProtocol):
-        _head_bytes = 0
-        _unfinished_bytes = 0
-        _in_head = True
-        _head_ended = False
-        _active: RequestResponseCycle | None = None
-        _data = b""  # that is being parsed
-        _rest = b""  # of it, for the next parser
-        _again = False  # the parser sees a head for the second time
-
-        def on_message_begin(self) -> None:
-            if not self._again:
-                self._head_bytes = 0
-                self._in_head = True
-                super().on_message_begin()
-
-        def on_url(self, url: bytes) -> None:
-            if not self._again:
-                self._count(len(url))
-                super().on_url(url)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if not self._again:
-                self._count(len(name) + len(value))
-                super().on_header(name, value)
-
-        def on_headers_complete(self) -> None:
-            if not self._again:
-                self._in_head = False
-                self._head_ended = True
-                super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
-                return  # of the head alone
-            self._in_head = True
-            self._head_bytes = 0
-            super().on_message_complete()
-
-        def data_received(self, data: bytes) -> None:
-            while data and not self.transport.is_closing():
-                self._data, self._rest = data, b""
-                self._feed(data)
-                data = self._rest
-
-        def _unsupported_upgrade_warning(self) -> None:
-            """Called by uvicorn where the parser has stopped."""
-            stopped = sys.exc_info()[1]
-            if self.parser.get_method() == b"CONNECT" or not isinstance(stopped, httptools.HttpParserUpgrade):
-                self.transport.close()
-                return
-            self._rest = self._data[stopped.args[0] :]
-            head = _without_upgrade(self.parser.get_method(), self.parser.get_http_version(), self.headers)
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-            self._again = True
-            self.parser.feed_data(head)
-            self._again = False
-
-        def _feed(self, data: bytes) -> None:
-            was_in_head, self._head_ended = self._in_head, False
-            super().data_received(data)
-            if self._head_ended or not self._in_head:
-                self._unfinished_bytes = 0
-            elif was_in_head:  # a header is not told by the parser, hence not counted, until it is complete
-                self._unfinished_bytes += len(data)
-                if self._unfinished_bytes > max_header_bytes and not self.transport.is_closing():
-                    self._head_bytes = self._unfinished_bytes
-                    self.send_400_response("")
-
-        def send_400_response(self, msg: str) -> None:
-            if self._head_bytes <= max_header_bytes:
-                super().send_400_response(msg)
-                return
-            body = ApiError(431, f"the request head is larger than {max_header_bytes} bytes").response().body
-            head = f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            self.transport.write(head.encode() + body)
-            self.transport.close()
-
-        def _count(self, size: int) -> None:
-            self._head_bytes += size
-            if self._head_bytes > max_header_bytes:
-                raise httptools.HttpParserError("request head too large")
-
-        def _start_asgi_task(self, cycle: RequestResponseCycle, app: object) -> None:
-            self._active = cycle
-            if cycle.scope["http_version"] == "1.0":
-                _end_with_connection(cycle)
-            super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._active is not None and not self._active.response_complete:
-                self._active.disconnected = True
-                self._active.message_event.set()
-            super().connection_lost(exc)
-
-    return BoundedProtocol
-
-
-def _end_with_connection(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 knows no chunks: a body whose length is not told ends where its connection does."""
-    send, framed = cycle.send, False
-
-    async def send_unchunked(message: Any) -> None:
-        nonlocal framed
-        if message["type"] == "http.response.start":
-            framed = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            cycle.chunked_encoding = None if framed else False
-        elif not framed:
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn holds the two against each other
-        await send(message)
-
-    cycle.send = send_unchunked  # type: ignore[method-assign]
-
-
-def _without_upgrade(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A request head that frames its body as these headers do, and asks for no other protocol."""
-    lines = [b"%s / HTTP/%s" % (method, version.encode())]
-    for name, value in headers:
-        if name == b"connection":
-            value = b", ".join(token for part in value.split(b",") if (token := part.strip()).lower() != b"upgrade")
-        if name != b"upgrade":
-            lines.append(b"%s: %s" % (name, value))
-    return b"\r\n".join([*lines, b"", b""])
-
-
 class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT: then no new work, running answers finish; a second signal aborts them.
 
@@ -208,16 +75,17 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, config: HttpConfig, on_failure: OnFailure | None = None) -> None:
+        self.connection_limits = ConnectionLimits(config.max_header_bytes)
         super().__init__(
             uvicorn.Config(
-                app,
+                AccessLog(app) if config.access_log == "on" else app,
                 loop="uvloop",
-                http=bounded_protocol(config.max_header_bytes),
+                http=bounded_protocol(self.connection_limits),
                 ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=self.connection_limits.descriptors.backlog,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(ABORT_GRACE_S),
             )
@@ -228,6 +96,14 @@ class Server(uvicorn.Server):
         self._drain_s = config.drain_s
         self._signals = 0
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn every 0.1 s."""
+        if counter % TICKS_PER_SWEEP == 0:
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.sweep(now_s)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -43,6 +43,10 @@ class HttpConfig(Options, frozen=True):
     max_header_bytes: Annotated[
         Annotated[int, Meta(ge=1024)], option("largest request head: request line and headers")
     ] = 64 << 10
+    access_log: Annotated[
+        str,
+        option("a line of the log for each request: method, path, status and seconds", ("off", "on"), bare="on"),
+    ] = "off"
     default_timeout_s: Annotated[
         Annotated[float, Meta(ge=0.001, le=86400.0)] | None,
         option("timeout_s of requests that name none (default: no limit)"),

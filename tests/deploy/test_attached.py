@@ -12,6 +12,7 @@ import pytest
 from depthbatch.common.config import EngineConfig
 from depthbatch.deploy.supervise.attached import AttachedProcesses
 from depthbatch.deploy.supervise.supervisord_client import SupervisordClient
+from depthbatch.frontend import restarts
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.restarts import FATAL_GRACE_S
 
@@ -90,8 +91,9 @@ def test_a_death_that_is_made_good_is_waited_out(sleeps: Sleeps, tmp_path: Path)
     client.close()
 
 
-def test_a_death_that_is_final_ends_the_start(sleeps: Sleeps, tmp_path: Path) -> None:
+def test_a_death_that_is_final_ends_the_start(sleeps: Sleeps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same death, but the supervisor says that there will be no other."""
+    monkeypatch.setattr(restarts, "LAST_WORDS_S", 2 * FATAL_GRACE_S)
     sleeps.start("scheduler")
     worker = sleeps.start("worker")
     supervisor = FakeSupervisor()
