@@ -144,14 +144,15 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
         check_body(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad_value("prompt", "give either prompt or messages")
+        most = service.engine.info.max_model_len
         if body.messages is not None:
-            ids = await service.texts.encode_chat(body.messages, body)
+            ids = await service.texts.encode_chat(body.messages, body, most)
         else:
             assert body.prompt is not None
             ids = await service.texts.encode(
-                body.prompt, body.add_special_tokens is not False, bool(body.parse_special_tokens)
+                body.prompt, body.add_special_tokens is not False, bool(body.parse_special_tokens), most
             )
-        answer = {"count": len(ids), "max_model_len": service.engine.info.max_model_len, "tokens": ids}
+        answer = {"count": len(ids), "max_model_len": most, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = await service.texts.token_strings(ids)
         return json_answer(answer)
@@ -161,6 +162,8 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
         """The text of token ids."""
         service.check_model(body.model)
         check_body(body)
+        if len(body.tokens) > (most := service.engine.info.max_model_len):
+            raise bad_value("tokens", f"{len(body.tokens)} are more than a sequence may hold, {most}")
         largest = max(body.tokens, default=0)
         if largest >= service.engine.info.vocab_size:
             raise bad_value("tokens", f"{largest} is not below the vocabulary size {service.engine.info.vocab_size}")

@@ -1,5 +1,6 @@
 """Request and response bodies: types and documentation of every field. Knows nothing of the engine; what the numbers of
-a request may be is in frontend.params.
+a request may be is in frontend.params. Lists fail with their first bad element: an error of each of a million would take
+seconds, in which nothing else runs.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -69,9 +70,12 @@ StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Depth = Annotated[int, Field(ge=1, le=MAX_DEPTH)]
 Prompt = (
     Text
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+    | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]],
+        Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
+    ]
 )
 
 
@@ -104,7 +108,7 @@ class StructuredOutputs(Body):
 
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1)
-    choice: list[StopString] | None = Field(None, min_length=1, max_length=1024)
+    choice: Annotated[list[StopString], Field(fail_fast=True)] | None = Field(None, min_length=1, max_length=1024)
 
 
 if TYPE_CHECKING:
@@ -143,8 +147,8 @@ class GenerationFields(EngineNumbers):
     n: int | None = ranged("n", "choices a prompt; choice i draws with seed + i")
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = Field(None, description="the text ends with what stopped it")
     skip_special_tokens: bool | None = Field(None, description="false: the text shows special tokens")
@@ -152,18 +156,18 @@ class GenerationFields(EngineNumbers):
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
         None, description="token id -> what is added to its logit, -100 to 100"
     )
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = Field(
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
         None, description="texts whose tokens may not be generated"
     )
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
-        None, description="the only tokens that may be generated"
-    )
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = Field(None, description="the only tokens that may be generated")
     response_format: ResponseFormat | None = Field(None, description="JSON, of any kind or of a schema")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="the output is JSON of the schema json, matches regex, or is one of choice"
     )
     gate: Literal[tuple(GATE_BY_LABEL)] | None = Field(None, description="exit gate of this request")  # type: ignore[valid-type]
-    exit_depths: Annotated[list[Depth], Field(max_length=MAX_EXIT_DEPTHS)] | None = Field(
+    exit_depths: Annotated[list[Depth], Field(fail_fast=True, max_length=MAX_EXIT_DEPTHS)] | None = Field(
         None, description="replay: the loops of each decoded token in turn; those beyond the list run all"
     )
     return_exit_depths: bool | None = Field(None, description="each choice carries one depth a token")
@@ -192,7 +196,9 @@ class TextPart(Body):
 
 class Message(Body):
     role: str = Field(pattern=r"^[a-z_]{1,32}$")  # goes into the template as it is: no room for control tokens
-    content: Text | list[TextPart] | None = Field(description="null: an assistant's message without a text")
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        description="null: an assistant's message without a text"
+    )
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
 
 
@@ -205,7 +211,7 @@ class TemplateFields(Body):
 
 
 class ChatRequest(GenerationFields, TemplateFields):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = ranged("max_tokens", "default: what the context leaves")
     logprobs: bool | None = Field(None, description="logprobs of the output tokens")
     top_logprobs: int | None = ranged("top_logprobs", "and of so many likeliest ones")
@@ -217,7 +223,7 @@ class TokenizeRequest(TemplateFields):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool | None = None
     parse_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -225,11 +231,11 @@ class TokenizeRequest(TemplateFields):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId] = Field(max_length=1 << 20)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(max_length=1 << 20)
 
 
 class AbortRequest(Body):
-    request_id: str | Annotated[list[str], Field(max_length=4096)]
+    request_id: Text | Annotated[list[Text], Field(fail_fast=True, max_length=4096)]
 
 
 # --- answers; documentation and the contract that tests hold them to

@@ -1,0 +1,141 @@
+"""Bodies that no client of good will sends, to every route that takes one: each is a 400 as JSON, and the server goes on."""
+
+import json
+
+import httpx
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from depthbatch.frontend.http.schemas import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from depthbatch.frontend.tokenizer import Tokenizer
+from fakes.http_server import LiveServer
+from fakes.serving_engine import MAX_MODEL_LEN
+
+MESSAGES = '[{"role": "user", "content": "x"}]'
+ROUTES = {  # the field that says what it is about, with a good value
+    "/v1/completions": ("prompt", '"x"'),
+    "/v1/chat/completions": ("messages", MESSAGES),
+    "/tokenize": ("prompt", '"x"'),
+    "/detokenize": ("tokens", "[65]"),
+    "/abort": ("request_id", '"x"'),
+}
+LARGE = 100_000
+HOSTILE_VALUES = {  # JSON texts in place of that value
+    "NaN": "NaN",
+    "infinity": "-Infinity",
+    "a float beyond floats": "1e999",
+    "a number of 100,000 digits": "9" * LARGE,
+    "deep lists": "[" * LARGE + "]" * LARGE,
+    "deep objects": '{"a":' * LARGE + "1" + "}" * LARGE,
+    "deep, but parsed": "[" * 900 + "]" * 900,
+    "an object": '{"a": 1}',
+    "many nulls": "[" + ",".join(["null"] * LARGE) + "]",
+    "many objects": "[" + ",".join(['{"a":[]}'] * LARGE) + "]",
+    "many of all kinds": "[" + ",".join(['1,"a",null,1.5,[],{},true'] * (LARGE // 7)) + "]",
+    "many large numbers": "[" + ",".join(["99999999999999999999"] * LARGE) + "]",
+    "a lone surrogate": '"\\ud800"',
+    "a lone surrogate in a list": '["\\udfff"]',
+    "half of two": '["a", "\\ud83d"]',
+}
+BROKEN = {
+    "invalid UTF-8": b'{"FIELD": "\xc3\x28"}',
+    "UTF-16": '{"FIELD": "x"}'.encode("utf-16"),
+    "overlong UTF-8": b'{"FIELD": "\xc0\xaf"}',
+    "a surrogate in UTF-8": b'{"FIELD": "\xed\xa0\x80"}',
+    "control characters": b'{"FIELD": "\x00\x01"}',
+    "cut off": b'{"FIELD": "x',
+    "two": b'{"FIELD": "x"}{"FIELD": "x"}',
+    "nothing": b"",
+    "a text": b'"x"',
+    "a list": b'[{"FIELD": "x"}]',
+    "single quotes": b"{'FIELD': 'x'}",
+}
+
+
+@pytest.fixture(scope="module")
+def hostile(tokenizer: Tokenizer):
+    with LiveServer(tokenizer) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+def post(http: httpx.Client, route: str, body: bytes) -> httpx.Response:
+    return http.post(route, content=body, headers={"content-type": "application/json"})
+
+
+def refused(http: httpx.Client, route: str, body: bytes) -> None:
+    answer = post(http, route, body)
+    assert answer.status_code == 400, (route, body[:60], answer.status_code, answer.text[:200])
+    error = answer.json()["error"]
+    assert (
+        error["message"] and error["code"] and error["type"] == "invalid_request_error" and len(answer.content) < 1000
+    )
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_hostile_values(hostile: httpx.Client, route: str) -> None:
+    """In the field that the route is about, and in one that nobody knows where that is enough to break the parser."""
+    field, _ = ROUTES[route]
+    for value in HOSTILE_VALUES.values():
+        body = f'{{"{field}": {value}}}'.encode()
+        refused(hostile, route, body)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_broken_bodies(hostile: httpx.Client, route: str) -> None:
+    """No JSON, or not in UTF-8."""
+    field, _ = ROUTES[route]
+    for body in BROKEN.values():
+        refused(hostile, route, body.replace(b"FIELD", field.encode()))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_values_elsewhere(hostile: httpx.Client, route: str) -> None:
+    """In a field that the route does not know, such values change nothing or are refused; the server goes on."""
+    field, good = ROUTES[route]
+    for value in HOSTILE_VALUES.values():
+        answer = post(hostile, route, f'{{"{field}": {good}, "unheard_of": {value}, "max_tokens": 1}}'.encode())
+        assert answer.status_code in (200, 400), answer.text[:200]
+        assert answer.status_code == 200 or answer.json()["error"]["code"]
+    twice = post(hostile, route, f'{{"{field}": 5.5, "{field}": {good}, "max_tokens": 1}}'.encode())
+    assert twice.status_code == 200, "of two keys of one name the last counts, as in every client's own parser"
+
+
+def test_texts_have_the_length_of_a_prompt(hostile: httpx.Client) -> None:
+    """Bug: /tokenize encoded megabytes, and whoever had a prompt to encode waited; /detokenize took a million tokens."""
+    text = "x" * 100 * MAX_MODEL_LEN
+    for body in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
+        error = hostile.post("/tokenize", json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded" and error["param"] in body
+    assert hostile.post("/tokenize", json={"prompt": text[:99]}).json()["count"] == 99
+    answer = hostile.post("/detokenize", json={"tokens": [65] * (MAX_MODEL_LEN + 1)})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"
+    assert len(hostile.post("/detokenize", json={"tokens": [65] * MAX_MODEL_LEN}).json()["prompt"]) == MAX_MODEL_LEN
+
+
+def test_the_engine_answers_after_all_of_it(hostile: httpx.Client) -> None:
+    """Runs last in this file."""
+    answer = hostile.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+    assert json.loads(hostile.get("/health").text)["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        (CompletionRequest, "prompt"), (CompletionRequest, "stop"), (CompletionRequest, "exit_depths"),
+        (CompletionRequest, "bad_words"), (CompletionRequest, "allowed_token_ids"), (ChatRequest, "messages"),
+        (TokenizeRequest, "messages"), (DetokenizeRequest, "tokens"), (AbortRequest, "request_id"),
+    ],
+)  # fmt: skip
+def test_a_list_fails_with_its_first_bad_element(model: type[BaseModel], field: str) -> None:
+    """Bug: 100,000 bad token ids were 100,000 errors, made for seconds in which nothing else ran, to tell one of them."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({field: [None] * 60})
+    assert caught.value.error_count() < 10
