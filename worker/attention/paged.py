@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.attention.flash_library import FlashLibrary
@@ -177,6 +176,8 @@ class TritonAttention(PagedAttention):
                     torch.ones(length, context, dtype=torch.bool, device=q.device).tril(start).triu(start - window + 1)
                 )
             elif start:
+                from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler: seconds of every start
+
                 bias = causal_lower_right(length, context)
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
