@@ -244,6 +244,9 @@ class EngineConfig(Options, frozen=True):
         ),
     ] = 300.0
     threads: Annotated[Natural | None, option("threads of the CPU worker (default: the cores it may use)")] = None
+    tensor_parallel_size: Annotated[
+        Natural, option("ranks that share the layers and the KV memory of one worker, on device cpu")
+    ] = 1
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")
     ] = 0
@@ -252,6 +255,8 @@ class EngineConfig(Options, frozen=True):
         super().__post_init__()
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("simulated:"):
             raise ConfigError(f"device must be auto, cpu, cuda or simulated:PROFILE.json, not {self.device!r}")
+        if self.tensor_parallel_size > 1 and self.device.startswith("simulated:"):
+            raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size}: a simulated device is one rank")
         if self.min_loops is not None and self.max_loops is not None and self.min_loops > self.max_loops:
             raise ConfigError(f"min_loops {self.min_loops} is more than max_loops {self.max_loops}")
         if self.min_free_slots is not None and self.min_free_slots > self.max_num_seqs:

@@ -6,7 +6,8 @@ that names the option. The warm-up at the end refuses weights that give no numbe
 
 import gc
 import sys
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,7 +25,8 @@ from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
 from depthbatch.worker.device import GIB, KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
-from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.models.loader import load_model, read_spec
+from depthbatch.worker.models.tensor_parallel import ONE_RANK
 from depthbatch.worker.runner.accelerator import CudaAccelerator
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from depthbatch.worker.runner.plain import PlainRunner
@@ -34,6 +36,9 @@ from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.sampling.grammar_matchers import Grammars, load_grammars
 from depthbatch.worker.sampling.logprobs import num_likeliest
 from depthbatch.worker.slots import SlotState
+
+if TYPE_CHECKING:
+    from depthbatch.worker.ranks import Ranks
 
 WARM_UP_TOKENS = 4
 log = get_logger("worker")
@@ -47,10 +52,32 @@ class BuiltRunner(NamedTuple):
 
 
 def build_runner(config: EngineConfig) -> BuiltRunner:
-    """Loads, sizes, allocates, warms up. Raises ConfigError or ModelError."""
-    device = resolve_device(config.device)
+    """Loads, sizes, allocates, warms up, on every rank. Raises ConfigError or ModelError."""
+    if config.tensor_parallel_size == 1:
+        return _build(config, None)
+    resolve_device(config.device, config.tensor_parallel_size)
+    read_spec(config.model, config.dtype, config.load_format, config.max_loops, config.tensor_parallel_size)
+    from depthbatch.worker.ranks import Leader  # torch.distributed, which one rank needs nothing of
+
+    leader = Leader(config)
+    try:
+        return _build(config, leader)
+    except BaseException:
+        leader.close()
+        raise
+
+
+def build_rank(config: EngineConfig, ranks: "Ranks") -> PlainRunner:
+    """The same on a rank other than 0."""
+    runner = _build(config, ranks).runner
+    assert isinstance(runner, PlainRunner)
+    return runner
+
+
+def _build(config: EngineConfig, ranks: "Ranks | None") -> BuiltRunner:
+    device = resolve_device(config.device, config.tensor_parallel_size)
     if device.type == "cpu":
-        log.info("%d CPU threads", set_threads(config.threads))
+        log.info("%d CPU threads", set_threads(config.threads, config.tensor_parallel_size))
     try:
         model = load_model(
             config.model,
@@ -60,29 +87,42 @@ def build_runner(config: EngineConfig) -> BuiltRunner:
             seed=config.seed,
             r_max=config.max_loops,
             state_init=config.state_init,
+            parallel=ONE_RANK if ranks is None else ranks.parallel,
         )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"model '{config.model}': no memory for its weights ({_reason(error)})") from None
-    return assemble(config, model, device)
+    return assemble(config, model, device, ranks=ranks)
 
 
-def assemble(config: EngineConfig, model: LoopedModel, device: torch.device, backend: str | None = None) -> BuiltRunner:
+def assemble(
+    config: EngineConfig,
+    model: LoopedModel,
+    device: torch.device,
+    backend: str | None = None,
+    ranks: "Ranks | None" = None,
+) -> BuiltRunner:
     """Everything around a loaded model, with a smaller KV cache where the memory for the planned one is not to be had.
-    ``backend`` names an attention backend; None is the fastest there is. Raises ConfigError, ModelError."""
+    ``backend`` names an attention backend; None is the fastest there is. ``ranks``: those that share the model, as seen by
+    the one that is built. Raises ConfigError, ModelError."""
     spec = model.spec
     layout = resolve_layout(config, spec)
-    plan = _plan(config, spec, layout, device)
+    make_plan, free_bytes = partial(_plan, config, spec, layout, device), free_memory(device)
+    plan = make_plan(free_bytes) if ranks is None else ranks.plan(make_plan, free_bytes)
     engine_info(config, spec, layout, plan, device)  # refuses what the model cannot run, before a program is started
-    grammars = load_grammars(resolve_model_dir(config.model), spec.vocab_size, spec.eos_token_ids)
+    grammars = None
+    if ranks is None or ranks.leads:
+        grammars = load_grammars(resolve_model_dir(config.model), spec.vocab_size, spec.eos_token_ids)
     while True:
         try:
-            return _with_memory(config, model, device, plan, grammars, backend)
+            return _with_memory(config, model, device, plan, grammars, backend, ranks)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = _reason(error)
+        if ranks is not None:  # they would have to try again all at once
+            raise ConfigError(f"no memory for {plan.num_blocks - 1} KV blocks on every rank ({reason}): give kv_blocks")
         gc.collect()  # what the attempt has taken; its frames are gone with its error
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -96,6 +136,7 @@ def _with_memory(
     plan: KVPlan,
     grammars: Grammars | None,
     backend: str | None,
+    ranks: "Ranks | None",
 ) -> BuiltRunner:
     """Takes the memory of a plan, and runs every stage once. Raises as ``is_out_of_memory`` knows when there is too little."""
     spec = model.spec
@@ -115,7 +156,8 @@ def _with_memory(
     )
     lanes = 1 + config.draft_lanes_under(layout, spec.r_max)
     slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device, lanes)
-    stages = Stages(model, select_backend(geometry, backend), slots, layout)
+    make_stages = Stages if ranks is None else ranks.stages
+    stages = make_stages(model, select_backend(geometry, backend), slots, layout)
     info = engine_info(config, spec, layout, plan, device)
     limits = StageLimits(
         num_slots=config.max_num_seqs,
@@ -127,7 +169,9 @@ def _with_memory(
         buckets=info.buckets,
         lanes=lanes,
     )
-    warm_up(stages, device, config.model)
+    finite = warm_up(stages, device)
+    if not finite and (ranks is None or ranks.leads):
+        raise ModelError(f"model '{config.model}' gives logits that are not finite: its weights are broken")
     if grammars is not None and not grammars.ready():
         grammars = None
     info = msgspec.structs.replace(info, grammars=grammars is not None)
@@ -135,7 +179,8 @@ def _with_memory(
         tokens = config.max_num_batched_tokens
         runner = OverlappedRunner(stages, limits, CudaAccelerator(device), tokens, grammars)
         return BuiltRunner(runner, info)
-    return BuiltRunner(PlainRunner(stages, limits, device, grammars), info)
+    make_runner = PlainRunner if ranks is None else ranks.runner
+    return BuiltRunner(make_runner(stages, limits, device, grammars), info)
 
 
 def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:
@@ -195,7 +240,7 @@ def engine_info(
         kv_layout=layout,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
-        kv_bytes_per_token=plan.bytes_per_token,
+        kv_bytes_per_token=plan.bytes_per_token * config.tensor_parallel_size,
         max_model_len=plan.max_model_len,
         boundary_layers=spec.prelude_layers + spec.coda_layers,
         buckets=(bucket_sizes if device.type == "cuda" else uncaptured_sizes)(
@@ -236,8 +281,8 @@ def _smaller_plan(config: EngineConfig, spec: ModelSpec, plan: KVPlan, device: t
     return plan_kv(request._replace(kv_blocks=blocks * 3 // 4), sys.maxsize, device.type)
 
 
-def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVPlan:
-    return plan_kv(_kv_request(config, spec, layout, device), free_memory(device), device.type)
+def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device, free_bytes: int) -> KVPlan:
+    return plan_kv(_kv_request(config, spec, layout, device), free_bytes, device.type)
 
 
 def _kv_request(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVRequest:
@@ -251,10 +296,10 @@ def _kv_request(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device:
     )
 
 
-def warm_up(stages: Stages, device: torch.device, name: str) -> None:
+def warm_up(stages: Stages, device: torch.device) -> bool:
     """Runs every stage once on the dummy slot, so that kernels are built before the first request.
 
-    Raises ModelError when the model's logits or gate are not finite.
+    Whether the model's logits and gate are finite.
     """
     buffers = DecodeBuffers(1, device)
     spec = stages.model.spec
@@ -269,5 +314,4 @@ def warm_up(stages: Stages, device: torch.device, name: str) -> None:
         item = stages.slots.gather_item(buffers.slots.long())
         hidden = stages.model.coda(item, buffers.positions, stages.attention(buffers))
         finite = stages.model.logits(hidden).isfinite().all() & stages.slots.cumulated[0].isfinite()
-    if not finite.item():
-        raise ModelError(f"model '{name}' gives logits that are not finite: its weights are broken")
+    return bool(finite.item())

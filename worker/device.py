@@ -22,12 +22,15 @@ FREE_SHARE = {"cuda": 0.85, "cpu": 0.40}
 GIB = 1 << 30
 
 
-def resolve_device(name: str) -> torch.device:
-    """'auto' is CUDA where there is a GPU, else the CPU. ConfigError when CUDA is asked for and not there."""
+def resolve_device(name: str, ranks: int = 1) -> torch.device:
+    """'auto' is CUDA where there is a GPU, else the CPU. ConfigError when CUDA is asked for and not there, and where
+    several ranks cannot share a model on the device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: no CUDA device is available")
+    if name == "cuda" and ranks > 1:
+        raise ConfigError(f"tensor_parallel_size {ranks} needs device cpu: it is not built for GPUs yet, use replicas")
     return torch.device(name)
 
 
@@ -40,9 +43,9 @@ def usable_cores() -> int:
     return cores
 
 
-def set_threads(threads: int | None) -> int:
-    """Sets torch's threads and returns how many; None takes every usable core."""
-    count = threads or usable_cores()
+def set_threads(threads: int | None, ranks: int = 1) -> int:
+    """Sets torch's threads and returns how many; None takes every usable core, divided among the ranks."""
+    count = threads or max(1, usable_cores() // ranks)
     torch.set_num_threads(count)
     return count
 

@@ -21,12 +21,14 @@ DECODE_ROWS = 64  # the row count oneDNN lays the weight out for
 class Linear:
     """y = x @ weight.T without bias; weight [out, in].
 
-    The weight may be stored reordered, so it is not readable back.
+    The weight may be stored reordered, so it is not readable back. ``sum_of_ranks``: where ranks have a part of the
+    inputs each, makes the whole output [N, out] out of theirs.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, sum_of_ranks: Product | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.product = choose_product(weight)
+        product = choose_product(weight)
+        self.product: Product = product if sum_of_ranks is None else lambda x: sum_of_ranks(product(x))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out], in the type of the weight."""

@@ -7,6 +7,7 @@ one by one, so that no second copy of the model exists while it is built.
 import math
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from depthbatch.common import text_files
 from depthbatch.common.errors import ModelError
 from depthbatch.worker.models.family import TensorTable
+from depthbatch.worker.models.tensor_parallel import ONE_RANK, Split, Splits, TensorParallel
 from depthbatch.worker.sampling.random_numbers import bits_of_key, row_key
 
 SIDE_SUFFIXES = ("_gate.safetensors",)  # gate files beside a model are not part of its checkpoint
@@ -87,10 +89,12 @@ class Checkpoint:
         """Shape of a stored tensor."""
         return tuple(self._open(self.file_of[name]).get_slice(name).get_shape())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A stored tensor on the CPU in its stored type."""
+    def tensor(self, name: str, split: Split | None = None, parallel: TensorParallel = ONE_RANK) -> torch.Tensor:
+        """A stored tensor on the CPU in its stored type; of one that is split, the rank's share."""
         file = self.file_of[name]
         try:
+            if split is not None:
+                return split.cut(self._open(file).get_slice(name), parallel)
             tensor: torch.Tensor = self._open(file).get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: tensor '{name}' cannot be read ({error})") from None
@@ -153,19 +157,28 @@ def _and_more(names: list[str]) -> str:
 
 
 class CheckpointSource:
-    """Hands out checked tensors of a checkpoint on a device."""
+    """Hands out checked tensors of a checkpoint on a device; of those in ``splits`` the rank's share."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        splits: Splits = MappingProxyType({}),
+        parallel: TensorParallel = ONE_RANK,
+    ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._splits = splits if parallel.size > 1 else {}
+        self._parallel = parallel
 
     def take(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor in ``dtype`` (None: the model's). Raises ModelError when it holds NaN or infinity or no floats."""
-        stored = self._checkpoint.tensor(name)
+        stored = self._checkpoint.tensor(name, self._splits.get(name), self._parallel)
         if not stored.is_floating_point():
             raise ModelError(f"{self._checkpoint.path}: tensor '{name}' has type {stored.dtype}, expected floats")
-        tensor = stored.to(self._device, dtype or self._dtype)
+        tensor = stored.to(self._device, dtype or self._dtype).contiguous()
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # one pass; NaN and infinity both survive a sum
             raise ModelError(f"{self._checkpoint.path}: tensor '{name}' holds NaN or infinite values")
         return tensor
@@ -178,15 +191,29 @@ class DummySource:
     are uniform, not normal, so that no transcendental function makes devices differ.
     """
 
-    def __init__(self, table: TensorTable, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        table: TensorTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        parallel: TensorParallel = ONE_RANK,
+    ) -> None:
         self._shapes = table.required
+        self._splits = table.splits if parallel.size > 1 else {}
+        self._parallel = parallel
         self._dtype = dtype
         self._device = device
         self._seed = seed
 
     def take(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A made-up tensor in ``dtype`` (None: the model's)."""
-        shape, dtype = self._shapes[name], dtype or self._dtype
+        """A made-up tensor in ``dtype`` (None: the model's); of one that is split, the rank's share."""
+        whole = self._whole(name, dtype or self._dtype)
+        split = self._splits.get(name)
+        return whole if split is None else split.cut(whole, self._parallel).contiguous()
+
+    def _whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        shape = self._shapes[name]
         if len(shape) == 1:
             return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype, device=self._device)
         key, count = self._key(name), math.prod(shape)

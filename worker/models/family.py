@@ -14,6 +14,7 @@ import torch
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
+from depthbatch.worker.models.tensor_parallel import ONE_RANK, Splits, TensorParallel
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -30,6 +31,7 @@ class TensorTable:
     ignored_suffixes: tuple[str, ...] = ()  # stored by some versions, recomputed by us
     core: frozenset[str] = frozenset()  # those every loop uses
     looked_up: frozenset[str] = frozenset()  # those no token is multiplied by: an untied embedding, gates
+    splits: Splits = field(default_factory=dict)  # those that ranks share; without any, the model runs on one
 
 
 class SpecOptions(NamedTuple):
@@ -41,7 +43,7 @@ class SpecOptions(NamedTuple):
 
 
 class TakeTensor(Protocol):
-    """Hands out a checkpoint tensor, checked, on the device. ``dtype`` None means the model's."""
+    """Hands out a checkpoint tensor, or the rank's share of it, checked, on the device. ``dtype`` None: the model's."""
 
     def __call__(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
 
@@ -54,6 +56,7 @@ class BuildInputs(NamedTuple):
     side: Mapping[str, Mapping[str, torch.Tensor]]  # fp32 tensors of each side file found
     device: torch.device
     state_init: str  # "zero" or "seeded"
+    parallel: TensorParallel = ONE_RANK
 
 
 class ModelFamily(Protocol):

@@ -6,7 +6,7 @@ through the attention context, which knows blocks, planes and positions. The sam
 row), packed prefill, eager, compiled or captured; they may hold no host synchronisation and no data-dependent shape.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -44,6 +44,10 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     windows: tuple[int, ...] = ()  # by cache layer, tokens a query sees, itself included; 0 or no entry: all
+
+    def of_a_rank(self, ranks: int) -> "ModelSpec":
+        """What each of ``ranks`` ranks computes with: its share of the heads."""
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=self.num_kv_heads // ranks)
 
     def planes_per_layer(self, layout: KVLayout) -> tuple[int, ...]:
         """Planes of every cache layer: 1 outside the core, S inside."""

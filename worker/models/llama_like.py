@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.layers.blocks import AttentionContext, Block, BlockStack
@@ -18,6 +19,7 @@ from depthbatch.worker.layers.rotary import Rope, RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import BuildInputs, Shapes, SpecOptions, TensorTable, checked_r_max
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec, WorkItem
+from depthbatch.worker.models.tensor_parallel import Split
 
 KNOWN_DEPTHS = (Gate.NONE, Gate.FIXED, Gate.REPLAY)  # gates that need nothing of the model
 
@@ -104,6 +106,17 @@ class Plan:
         shapes |= {names.qk_bias: (2, 1, self.heads, self.head_dim)}
         return {name: shape for name, shape in shapes.items() if name}
 
+    def block_splits(self, names: BlockNames) -> dict[str, Split]:
+        """What ranks share of a block: the heads and the MLP. qkv and gate, up by their outputs, out and down by their
+        inputs, so that the sum over ranks is the whole."""
+        heads, kv, inner, unit = self.heads, self.kv_heads, self.inner, self.head_dim
+        qkv = [(heads,), (kv,), (kv,)] if len(names.qkv) == 3 else [(heads, kv, kv)]
+        gate_up = [(inner,), (inner,)] if len(names.gate_up) == 2 else [(inner, inner)]
+        splits = {name: Split(0, counts, unit) for name, counts in zip(names.qkv, qkv, strict=True)}
+        splits |= {name: Split(0, counts) for name, counts in zip(names.gate_up, gate_up, strict=True)}
+        splits |= {names.out: Split(1, (heads,), unit), names.down: Split(1, (inner,))}
+        return splits | ({names.qk_bias: Split(2, (heads,))} if names.qk_bias else {})
+
     def stage_shapes(self, stage: Stage, names: BlockNames) -> Shapes:
         """Shapes of all layers of a stage."""
         of_block = self.block_shapes(names)
@@ -123,6 +136,12 @@ class Plan:
             ignored_suffixes=self.ignored_suffixes,
             core=frozenset(core),
             looked_up=frozenset(self.gates) | (frozenset() if self.tied else {self.embedding}),
+            splits={
+                prefix + name: split
+                for stage in (self.prelude, self.core, self.coda)
+                for prefix in stage.prefixes()
+                for name, split in self.block_splits(self.block).items()
+            },
         )
 
     def stack(self, inputs: BuildInputs, stage: Stage, first_layer: int, ending: torch.Tensor | None) -> BlockStack:
@@ -295,12 +314,16 @@ def _block(inputs: BuildInputs, prefix: str, names: BlockNames) -> Block:
         taken = [inputs.take(prefix + part) for part in parts]
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
+    parallel = inputs.parallel
+    if parallel.size > 1 and names.q_norm:
+        raise ConfigError(f"tensor_parallel_size {parallel.size}: {names.q_norm} is a norm over all heads, on one rank only")
+    sum_of_ranks = parallel.all_reduce if parallel.size > 1 else None
     bias = take(names.qk_bias)
     return Block(
         qkv=Linear(matrix(*names.qkv)),
-        out=Linear(matrix(names.out)),
+        out=Linear(matrix(names.out), sum_of_ranks),
         gate_up=GatedLinear(matrix(*names.gate_up)),
-        down=Linear(matrix(names.down)),
+        down=Linear(matrix(names.down), sum_of_ranks),
         norm_in=take(names.norm_in),
         norm_out=take(names.norm_out),
         norm_mlp_in=take(names.norm_mlp_in),

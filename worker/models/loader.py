@@ -23,6 +23,7 @@ from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import BuildInputs, ModelFamily, SpecOptions, TensorTable
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.registry import find_family
+from depthbatch.worker.models.tensor_parallel import ONE_RANK, TensorParallel, check_degree, degrees
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "dummy")
@@ -101,15 +102,27 @@ def resolve_dtype(model_dir: ModelDir, dtype: str) -> torch.dtype:
     return DTYPES[stored.removeprefix("torch.")]
 
 
-def read_spec(path_or_name: str, dtype: str = "auto", load_format: str = "auto", r_max: int | None = None) -> ModelSpec:
-    """The model's facts without loading weights. Raises ModelError, or ConfigError for a bad option."""
+def read_spec(
+    path_or_name: str, dtype: str = "auto", load_format: str = "auto", r_max: int | None = None, ranks: int = 1
+) -> ModelSpec:
+    """The facts of a model, or of one rank's share of it, without loading weights. Raises ModelError, or ConfigError for
+    a bad option."""
     model_dir = open_model_dir(path_or_name, load_format)
-    return _spec(model_dir, dtype, r_max)
+    return _spec(model_dir, dtype, r_max, ranks)
 
 
-def _spec(model_dir: ModelDir, dtype: str, r_max: int | None) -> ModelSpec:
+def rank_counts(path_or_name: str) -> tuple[int, ...]:
+    """Numbers of ranks that can share a model, ascending. Raises ModelError."""
+    model_dir = open_model_dir(path_or_name)
+    return degrees(model_dir.family.tensors(model_dir.config).splits.values())
+
+
+def _spec(model_dir: ModelDir, dtype: str, r_max: int | None, ranks: int) -> ModelSpec:
     options = SpecOptions(resolve_dtype(model_dir, dtype), r_max, model_dir.side_files)
-    return model_dir.family.spec(model_dir.config, options)
+    spec = model_dir.family.spec(model_dir.config, options)
+    if ranks > 1:
+        check_degree(ranks, spec.architecture, model_dir.family.tensors(model_dir.config).splits)
+    return spec.of_a_rank(ranks)
 
 
 def load_model(
@@ -120,6 +133,7 @@ def load_model(
     seed: int = 0,
     r_max: int | None = None,
     state_init: str = "zero",
+    parallel: TensorParallel = ONE_RANK,
 ) -> LoopedModel:
     """A model with its weights on ``device``.
 
@@ -131,26 +145,28 @@ def load_model(
         seed: of dummy weights.
         r_max: loops of a full-depth token; None is the model's own.
         state_init: 'zero' or 'seeded', for models with a recurrent state of their own.
+        parallel: the rank whose share is loaded.
 
     Raises ModelError for anything wrong with the directory, ConfigError for a bad option.
     """
     if state_init not in STATE_INITS:
         raise ConfigError(f"state_init '{state_init}' is not one of {', '.join(STATE_INITS)}")
     model_dir = open_model_dir(path_or_name, load_format)
-    spec = _spec(model_dir, dtype, r_max)
+    spec = _spec(model_dir, dtype, r_max, parallel.size)
     table = model_dir.family.tensors(model_dir.config)
     device = torch.device(device)
     source: DummySource | CheckpointSource
     if model_dir.dummy:
         optional: frozenset[str] = frozenset()
-        source = DummySource(table, spec.dtype, device, seed)
+        source = DummySource(table, spec.dtype, device, seed, parallel)
     else:
         checkpoint = Checkpoint(model_dir.path)
         optional = check_names_and_shapes(checkpoint, table)
-        source = CheckpointSource(checkpoint, spec.dtype, device)
+        source = CheckpointSource(checkpoint, spec.dtype, device, table.splits, parallel)
     tables = model_dir.family.side_tensors(model_dir.config)
     side = {name: _side_tensors(model_dir.side_path(name), tables[name], device) for name in model_dir.side_files}
-    return model_dir.family.build(model_dir.config, spec, BuildInputs(source.take, optional, side, device, state_init))
+    inputs = BuildInputs(source.take, optional, side, device, state_init, parallel)
+    return model_dir.family.build(model_dir.config, spec, inputs)
 
 
 def _side_tensors(path: Path, table: TensorTable, device: torch.device) -> dict[str, torch.Tensor]:

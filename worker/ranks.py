@@ -1,0 +1,236 @@
+"""The ranks of a tensor-parallel worker: rank 0 is the worker process, which starts the others and tells them every stage.
+
+Two ways between them. A socket pair a rank carries what the host knows: configuration, KV plan, then header and frames
+of each stage, in order; a rank that waits there waits in the kernel, however long. torch.distributed (gloo) carries what
+is computed. A rank that dies takes rank 0 with it, and the kernel ends the others with rank 0.
+"""
+
+import atexit
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import DepthbatchError, ModelError
+from depthbatch.common.frames import Int32Array
+from depthbatch.common.logging import get_logger
+from depthbatch.common.messages import MessageDecoder, StageBatch, encode
+from depthbatch.worker.device import KVPlan
+from depthbatch.worker.models.tensor_parallel import TensorParallel
+from depthbatch.worker.runner.plain import PlainRunner
+from depthbatch.worker.runner.ranked import FollowingStages, LeadingRunner, LeadingStages, all_reduce
+from depthbatch.worker.runner.stage_input import StageLimits
+from depthbatch.worker.runner.stages import Stages
+from depthbatch.worker.sampling.grammar_matchers import Grammars
+
+MakePlan = Callable[[int], KVPlan]  # from free bytes
+log = get_logger("worker")
+
+
+class Loaded(msgspec.Struct):
+    """What a rank reports: its free memory once its weights are there, or why it cannot go on."""
+
+    free_bytes: int = 0
+    error: str = ""
+
+
+class Begin(msgspec.Struct):
+    """What rank 0 answers when all have loaded."""
+
+    plan: KVPlan
+    store: str  # file by which the ranks find each other
+
+
+class Channel:
+    """Whole messages over a socket pair."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._file: Any = end.makefile("rwb")
+        end.close()  # the file keeps the connection
+
+    def send(self, *messages: bytes | memoryview) -> None:
+        """Waits while the other side has much to read. Raises OSError when it has gone."""
+        for message in messages:
+            self._file.write(len(message).to_bytes(8, "little"))
+            self._file.write(message)
+        self._file.flush()
+
+    def receive(self) -> bytes:
+        """Waits for the next message. Raises EOFError when the other side has gone."""
+        head = self._file.read(8)
+        data: bytes = self._file.read(size := int.from_bytes(head, "little"))
+        if len(head) < 8 or len(data) < size:
+            raise EOFError
+        return data
+
+
+class Ranks(ABC):
+    """What building a worker asks of its ranks, on each of them."""
+
+    parallel: TensorParallel
+    stages: type[Stages]
+
+    @abstractmethod
+    def plan(self, make: MakePlan, free_bytes: int) -> KVPlan:
+        """The KV memory that every rank takes: rank 0's plan for the least that any has free, shared by all, since they
+        are on one machine. From here on there are collectives. Raises DepthbatchError for what a rank could not load."""
+
+    @abstractmethod
+    def runner(
+        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None
+    ) -> PlainRunner: ...
+
+
+class Leader(Ranks):
+    """Rank 0."""
+
+    stages = LeadingStages
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts the others, which load their share meanwhile. The calling thread must live as long as they do."""
+        self.parallel = TensorParallel(0, config.tensor_parallel_size, all_reduce)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._channels: dict[int, Channel] = {}
+        for rank in range(1, self.parallel.size):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._processes[rank] = subprocess.Popen(
+                    [*self.program(), str(theirs.fileno()), str(rank), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # they end with rank 0 and in no other way: signals to its group are not for them
+                )
+            self._channels[rank] = Channel(ours)
+            self._channels[rank].send(config.to_json().encode())
+        self._closing = False
+        self._watch = Thread(target=self._end_with_the_first, name="ranks", daemon=True)
+        self._watch.start()
+        atexit.register(self.close)
+
+    @staticmethod
+    def program() -> list[str]:
+        """What runs as another rank, without its arguments."""
+        return [sys.executable, "-P", "-m", "depthbatch.worker.rank"]
+
+    def plan(self, make: MakePlan, free_bytes: int) -> KVPlan:
+        for channel in self._channels.values():
+            try:
+                loaded = msgspec.json.decode(channel.receive(), type=Loaded)
+            except EOFError:
+                self._wait_for_the_watch()
+                raise
+            if loaded.error:
+                raise ModelError(loaded.error)
+            free_bytes = min(free_bytes, loaded.free_bytes)
+        plan = make(free_bytes // self.parallel.size)
+        directory = tempfile.mkdtemp(prefix="depthbatch-ranks-")  # for this moment only, 0700
+        try:
+            begin = Begin(plan, str(Path(directory, "store")))
+            for channel in self._channels.values():
+                channel.send(msgspec.json.encode(begin))
+            join(begin.store, self.parallel)
+        finally:
+            shutil.rmtree(directory)
+        log.info("tensor parallel: %d ranks, KV cache as above on each", self.parallel.size)
+        return plan
+
+    def runner(
+        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None
+    ) -> PlainRunner:
+        return LeadingRunner(stages, limits, device, grammars, self._tell, self._wait_for_the_watch)
+
+    def close(self) -> None:
+        """Ends the others; doing it twice is fine."""
+        self._closing = True
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+    def _tell(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> None:
+        parts = [frame] if slot_params is None else [frame, slot_params]
+        messages = [encode(header), *(memoryview(part).cast("B") for part in parts)]
+        for channel in self._channels.values():
+            channel.send(*messages)
+
+    def _wait_for_the_watch(self) -> None:
+        """What was asked of a rank fails a moment before the kernel tells that it is dead: time for the watch to say so."""
+        self._watch.join(1.0)
+
+    def _end_with_the_first(self) -> None:
+        """Ends this process when another rank ends: what it computes would wait for that one for ever."""
+        ranks = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
+        poll = select.poll()
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        [(descriptor, _), *_] = poll.poll()
+        if self._closing:
+            return
+        code = self._processes[ranks[descriptor]].wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        log.critical("rank %d died (%s), and the worker with it", ranks[descriptor], how)
+        os._exit(1)
+
+
+class Follower(Ranks):
+    """Another rank."""
+
+    stages = FollowingStages
+
+    def __init__(self, channel: Channel, rank: int, size: int) -> None:
+        self.parallel = TensorParallel(rank, size, all_reduce)
+        self._channel = channel
+
+    def plan(self, make: MakePlan, free_bytes: int) -> KVPlan:
+        self._channel.send(msgspec.json.encode(Loaded(free_bytes)))
+        begin = msgspec.json.decode(self._channel.receive(), type=Begin)
+        join(begin.store, self.parallel)
+        return begin.plan
+
+    def runner(
+        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None
+    ) -> PlainRunner:
+        return PlainRunner(stages, limits, device)
+
+    def run(self, runner: PlainRunner) -> None:
+        """Runs what rank 0 runs, until that ends."""
+        decoder = MessageDecoder(StageBatch)
+        with contextlib.suppress(EOFError):
+            while True:
+                header = decoder.decode(self._channel.receive())
+                assert isinstance(header, StageBatch)
+                frames = [self._channel.receive() for _ in range(2 if header.n_slot_params else 1)]
+                runner.launch(header, *(np.frombuffer(frame, np.int32) for frame in frames))
+
+
+def fail(channel: Channel, error: DepthbatchError) -> None:
+    """Tells rank 0 what is wrong, which is its to report, and waits for its end."""
+    channel.send(msgspec.json.encode(Loaded(error=str(error))))
+    with contextlib.suppress(EOFError):
+        while True:
+            channel.receive()
+
+
+def join(store: str, parallel: TensorParallel) -> None:
+    """Makes this process rank ``parallel.rank`` of the default group; all ranks are there when it returns."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, parallel.size), rank=parallel.rank, world_size=parallel.size
+    )
+    dist.barrier()
