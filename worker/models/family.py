@@ -32,6 +32,7 @@ class TensorTable:
     core: frozenset[str] = frozenset()  # those every loop uses
     looked_up: frozenset[str] = frozenset()  # those no token is multiplied by: an untied embedding, gates
     splits: Splits = field(default_factory=dict)  # those that ranks share; without any, the model runs on one
+    of_one_rank: frozenset[str] = frozenset()  # optional; a model that has one of them runs on one
 
 
 class SpecOptions(NamedTuple):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.layers.blocks import AttentionContext, Block, BlockStack
@@ -314,10 +313,7 @@ def _block(inputs: BuildInputs, prefix: str, names: BlockNames) -> Block:
         taken = [inputs.take(prefix + part) for part in parts]
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
-    parallel = inputs.parallel
-    if parallel.size > 1 and names.q_norm:
-        raise ConfigError(f"tensor_parallel_size {parallel.size}: {names.q_norm} is a norm over all heads, on one rank only")
-    sum_of_ranks = parallel.all_reduce if parallel.size > 1 else None
+    sum_of_ranks = inputs.parallel.all_reduce if inputs.parallel.size > 1 else None
     bias = take(names.qk_bias)
     return Block(
         qkv=Linear(matrix(*names.qkv)),

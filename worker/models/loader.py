@@ -23,7 +23,7 @@ from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import BuildInputs, ModelFamily, SpecOptions, TensorTable
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.registry import find_family
-from depthbatch.worker.models.tensor_parallel import ONE_RANK, TensorParallel, check_degree, degrees
+from depthbatch.worker.models.tensor_parallel import ONE_RANK, TensorParallel, degrees, spelt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "dummy")
@@ -111,17 +111,19 @@ def read_spec(
     return _spec(model_dir, dtype, r_max, ranks)
 
 
-def rank_counts(path_or_name: str) -> tuple[int, ...]:
+def rank_counts(model_dir: ModelDir) -> tuple[int, ...]:
     """Numbers of ranks that can share a model, ascending. Raises ModelError."""
-    model_dir = open_model_dir(path_or_name)
-    return degrees(model_dir.family.tensors(model_dir.config).splits.values())
+    table = model_dir.family.tensors(model_dir.config)
+    if table.of_one_rank and not model_dir.dummy and table.of_one_rank & Checkpoint(model_dir.path).file_of.keys():
+        return (1,)
+    return degrees(table.splits.values())
 
 
 def _spec(model_dir: ModelDir, dtype: str, r_max: int | None, ranks: int) -> ModelSpec:
     options = SpecOptions(resolve_dtype(model_dir, dtype), r_max, model_dir.side_files)
     spec = model_dir.family.spec(model_dir.config, options)
-    if ranks > 1:
-        check_degree(ranks, spec.architecture, model_dir.family.tensors(model_dir.config).splits)
+    if ranks > 1 and ranks not in (known := rank_counts(model_dir)):
+        raise ConfigError(f"tensor_parallel_size {ranks}: this {spec.architecture} model runs on {spelt(known)}")
     return spec.of_a_rank(ranks)
 
 

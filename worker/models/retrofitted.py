@@ -122,10 +122,11 @@ class RetrofittedFamily(LlamaLikeFamily):
         return raven_loops(config)
 
     def tensors(self, config: ConfigReader) -> TensorTable:
-        """The q and k norms are optional: no field of the config tells OLMo's blocks from Llama's."""
+        """The q and k norms are optional: no field of the config tells OLMo's blocks from Llama's. They are over all
+        heads, of which a rank has its share alone."""
         plan = self.plan(config)
-        table = plan.tensors()
-        return replace(table, optional=table.optional | _qk_norms(plan))
+        table, norms = plan.tensors(), _qk_norms(plan)
+        return replace(table, optional=table.optional | norms, of_one_rank=frozenset(norms))
 
     def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> Retrofitted:
         plan = self.plan(config)

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from depthbatch.common.errors import ConfigError
-
 
 def _alone(x: torch.Tensor) -> torch.Tensor:
     return x
@@ -62,11 +60,7 @@ def degrees(splits: Iterable[Split]) -> tuple[int, ...]:
     return tuple(size for size in range(1, common + 1) if common % size == 0)
 
 
-def check_degree(size: int, architecture: str, splits: Splits) -> None:
-    """Raises ConfigError, which names those that can be, unless ``size`` ranks can share the model."""
-    known = degrees(splits.values())
-    if size not in known:
-        raise ConfigError(
-            f"tensor_parallel_size {size}: this {architecture} model runs on {', '.join(map(str, known))} "
-            f"rank{'s' if len(known) > 1 else ''}"
-        )
+def spelt(counts: tuple[int, ...]) -> str:
+    """1 rank; 1, 2 or 4 ranks."""
+    *others, last = map(str, counts)
+    return f"{', '.join(others)} or {last} ranks" if others else f"{last} rank"
