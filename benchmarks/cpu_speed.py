@@ -13,6 +13,8 @@ round. The first round, in which things are learned, is thrown away.
 DRAM, operations over the multiply-add rate; a kernel's bound is the larger. Every kernel is timed over all layers in turn,
 so weights and KV come from DRAM as they do in a step, beside the plain way to compute the same: F.linear, oneDNN's
 blocked weights, gather + SDPA, operator by operator. Times are the least of several rounds.
+
+``all-reduce``: benchmarks/all_reduce.py.
 """
 
 import argparse
@@ -30,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from depthbatch.benchmarks.all_reduce import add_all_reduce_arguments, run_all_reduce
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.plain_loop import PlainLoop, Shape
 from depthbatch.benchmarks.record import print_table, write_json
@@ -79,6 +82,10 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     step.add_argument("--contexts", type=int, nargs="+", default=[64, 256])
     step.add_argument("--seconds", type=float, default=0.15, help="time for each figure")
+    sums = what.add_parser("all-reduce", help="what ranks pay to add up a layer's output", allow_abbrev=False)
+    add_all_reduce_arguments(sums)
+    sums.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    sums.set_defaults(measure=run_all_reduce)
     for one, run, threads in ((engine, run_engine, None), (policies, run_policies, 1), (step, run_step, None)):
         one.add_argument(
             "--threads", type=int, default=threads, help=f"of a worker (default: {threads or 'torch decides'})"

@@ -64,7 +64,7 @@ class Channel:
         self._file: Any = end.makefile("rwb")
         end.close()  # the file keeps the connection
 
-    def send(self, *messages: bytes | memoryview) -> None:
+    def send(self, *messages: bytes) -> None:
         """Waits while the other side has much to read. Raises OSError when it has gone."""
         for message in messages:
             self._file.write(len(message).to_bytes(8, "little"))
@@ -165,7 +165,7 @@ class Leader(Ranks):
 
     def _tell(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> None:
         parts = [frame] if slot_params is None else [frame, slot_params]
-        messages = [encode(header), *(memoryview(part).cast("B") for part in parts)]
+        messages = [encode(header), *(part.tobytes() for part in parts)]
         for channel in self._channels.values():
             channel.send(*messages)
 
@@ -230,7 +230,6 @@ def fail(channel: Channel, error: DepthbatchError) -> None:
 def join(store: str, parallel: TensorParallel) -> None:
     """Makes this process rank ``parallel.rank`` of the default group; all ranks are there when it returns."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, parallel.size), rank=parallel.rank, world_size=parallel.size
-    )
+    meeting = dist.FileStore(store, parallel.size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=meeting, rank=parallel.rank, world_size=parallel.size)
     dist.barrier()

@@ -7,7 +7,17 @@ from depthbatch.common.config import add_config_arguments, config_from_sources
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.tokenizer import load_tokenizer
 
-OPTIONS = ("load_format", "device", "dtype", "max_num_seqs", "kv_blocks", "block_size", "max_model_len", "max_loops")
+OPTIONS = (
+    "load_format",
+    "device",
+    "dtype",
+    "max_num_seqs",
+    "kv_blocks",
+    "block_size",
+    "max_model_len",
+    "max_loops",
+    "tensor_parallel_size",
+)
 
 
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +30,14 @@ def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
     from depthbatch.worker.attention.select import default_block_size
     from depthbatch.worker.device import KVRequest, free_memory, plan_kv, resolve_device
-    from depthbatch.worker.models.loader import read_spec
+    from depthbatch.worker.models.loader import open_model_dir, rank_counts, read_spec
+    from depthbatch.worker.models.tensor_parallel import spelt
 
     config = config_from_sources(args, model=args.model)
-    directory = resolve_model_dir(config.model)
+    directory, ranks = resolve_model_dir(config.model), config.tensor_parallel_size
     spec = read_spec(config.model, config.dtype, config.load_format, config.max_loops)
-    device = resolve_device(config.device)
+    share = read_spec(config.model, config.dtype, config.load_format, config.max_loops, ranks)
+    device = resolve_device(config.device, ranks)
     layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
     limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""
     rows = [
@@ -39,26 +51,30 @@ def run_info(args: argparse.Namespace) -> int:
         ("positions", str(spec.max_positions)),
         ("dtype", str(spec.dtype).removeprefix("torch.")),
         ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
+        ("tensor parallel", spelt(rank_counts(open_model_dir(config.model, config.load_format)))),
     ]
     lines = [f"{name:<17}{value}" for name, value in rows]
     lines.append(
-        f"{'KV layout':<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {config.max_num_seqs} sequences)"
+        f"{'KV layout':<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {_on(ranks)}{config.max_num_seqs} sequences)"
     )
     for layout in spec.layouts:
-        bytes_per_token = spec.kv_bytes_per_token(layout)
         request = KVRequest(
-            bytes_per_token=bytes_per_token,
+            bytes_per_token=share.kv_bytes_per_token(layout),
             block_size=config.block_size or default_block_size(device, spec.dtype),
             max_positions=spec.max_positions,
             max_num_seqs=config.max_num_seqs,
             kv_blocks=config.kv_blocks,
             max_model_len=config.max_model_len,
         )
-        plan = plan_kv(request, free_memory(device), device.type)
+        plan = plan_kv(request, free_memory(device) // ranks, device.type)
         label = _mark(layout, layout is spec.default_layout)
-        lines.append(f"  {label:<18}{bytes_per_token / 1024:>14.1f}{plan.tokens_that_fit:>17}")
+        lines.append(f"  {label:<18}{spec.kv_bytes_per_token(layout) / 1024:>14.1f}{plan.tokens_that_fit:>17}")
     print(*lines, "* = default", sep="\n")  # at once: an error comes alone, not under half of a table
     return 0
+
+
+def _on(ranks: int) -> str:
+    return f"{ranks} ranks, " if ranks > 1 else ""
 
 
 def _vocabulary(rows: int, directory: Path) -> str:

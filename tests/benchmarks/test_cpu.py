@@ -54,6 +54,15 @@ def test_policies_are_summed_up_round_by_round() -> None:
     assert result["relative_to_cb"]["refill:1"] == 2.0 and result["median_tokens_per_s"]["auto"] == 3.5
 
 
+def test_all_reduce_runs_on_every_rank(tmp_path: Path) -> None:
+    """A real second process over gloo, which is gone afterwards; a time for each batch."""
+    output = tmp_path / "sums.json"
+    assert cpu.run_cpu(parsed("all-reduce", "--hidden", "8", "--batches", "1", "3", "--output", str(output))) == 0
+    result = json.loads(output.read_text())
+    assert [row["batch"] for row in result["rows"]] == [1, 3] and result["ranks"] == 2
+    assert all(0 < row["least_us"] <= row["median_us"] for row in result["rows"])
+
+
 def test_without_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEPTHBATCH_CPU_KERNELS", "torch")
     with pytest.raises(ConfigError, match="C kernels"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Int32Array
-from depthbatch.common.messages import StageBatch
+from depthbatch.common.messages import PLAIN, StageBatch
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import KVPlan
 from depthbatch.worker.models.interface import LoopedModel
@@ -98,6 +98,7 @@ class ThreadRank(Ranks):
         return LeadingRunner(stages, limits, device, grammars, self._tell, lambda: None)
 
     def _tell(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> None:
+        assert header.variant == PLAIN, "another rank is to decide something"
         for queue in self._followers:
             queue.put((header, frame.copy(), None if slot_params is None else slot_params.copy()))
 

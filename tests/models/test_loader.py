@@ -16,7 +16,7 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.models.checkpoint import INDEX_NAME
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import TensorTable
-from depthbatch.worker.models.loader import load_model, read_spec
+from depthbatch.worker.models.loader import load_model, open_model_dir, rank_counts, read_spec
 from depthbatch.worker.models.registry import find_family
 from fakes.checkpoints import FIDELITY, HUGINN_TINY, OURO_TINY, make_tensors, tiny_config, write_checkpoint
 from fakes.model_batch import Batch
@@ -126,6 +126,15 @@ def test_published_specs(tmp_path: Path) -> None:
     assert huginn.kv_bytes_per_token(KVLayout.DEPTH_INDEXED) == 1402.5 * 1024
     assert huginn.eos_token_ids == (65505, 65508)
     assert (huginn.num_heads, huginn.num_kv_heads, huginn.head_dim) == (55, 55, 96)
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [(OURO_2_6B, (1, 2, 4, 8, 16)), (HUGINN_3_5B, (1, 5)), (RECURRENT_LLAMA, (1, 2, 4, 8))],
+)
+def test_ranks_that_can_share_a_model(config: dict[str, Any], counts: tuple[int, ...], tmp_path: Path) -> None:
+    """The table of docs/models.md. Heads and KV heads are cut whole."""
+    assert rank_counts(open_model_dir(config_only(tmp_path, config), "dummy")) == counts
 
 
 def test_r_max_is_bounded() -> None:
