@@ -147,7 +147,7 @@ class Leader(Ranks):
             join(begin.store, self.parallel)
         finally:
             shutil.rmtree(directory)
-        log.info("tensor parallel: %d ranks, KV cache as above on each", self.parallel.size)
+        log.info("tensor parallel: %d ranks; KV figures are of each", self.parallel.size)
         return plan
 
     def runner(
