@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
     "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
+    "tensor_parallel_size": 4,
     "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
     "speculation": "2", "draft_depth": 3, "draft_acceptance": 0.5, "hang_s": 20.0,
     "chat_template": "chat.jinja", "generation_config": "off",
@@ -36,8 +37,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "draft_depth": {"speculation": 1},
     "draft_acceptance": {"speculation": "auto", "device": "simulated:x.json"},
 }
-ALL_OF_REFILL = {name: value for name, value in OTHER.items() if name not in TARGETS}
-ALL_OF_AUTO = {name: value for name, value in OTHER.items() if name not in ("policy", "min_coda_batch")}
+RANKS = "tensor_parallel_size"  # not of a simulated device
+ALL_OF_REFILL = {name: value for name, value in OTHER.items() if name not in (*TARGETS, RANKS)}
+ALL_OF_AUTO = {name: value for name, value in OTHER.items() if name not in ("policy", "min_coda_batch", RANKS)}
 
 
 def parse(*words: str) -> argparse.Namespace:
