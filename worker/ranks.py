@@ -86,6 +86,11 @@ class Ranks(ABC):
     parallel: TensorParallel
     stages: type[Stages]
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone decides, and says what is wrong."""
+        return self.parallel.rank == 0
+
     @abstractmethod
     def plan(self, make: MakePlan, free_bytes: int) -> KVPlan:
         """The KV memory that every rank takes: rank 0's plan for the least that any has free, shared by all, since they
