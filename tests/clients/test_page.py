@@ -18,6 +18,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
 
+from depthbatch.common.gates import Gate
 from depthbatch.deploy.cli.main import main
 from fakes import serving_engine
 from fakes.chat_tokenizer import byte_tokenizer
@@ -276,6 +277,42 @@ def test_streams_and_stops(browser: Browser, monkeypatch: pytest.MonkeyPatch) ->
         assert 2 <= len(browser.tokens()) < serving_engine.NATURAL_LENGTH
         assert browser.figures()["ended by"] == "stopped"
         browser.until(lambda: not slow.engine.running, "the engine has heard of it")
+
+
+def test_controls_are_the_requests_fields(browser: Browser) -> None:
+    """What the engine gets is what the sliders say, and only what they say; both settings have the same seed and prompt.
+    The drafts of an answer are counted as ``usage`` counts them."""
+    with LiveServer(byte_tokenizer(), {"draft_lanes": 2}) as server:
+        browser.open(server.url)
+        browser.get("#compare").click()
+        for name, keys in {"threshold": 3, "loops": 1, "temperature": 2}.items():
+            key = Keys.ARROW_RIGHT if name == "temperature" else Keys.ARROW_LEFT
+            browser.get(f"[data-column=B] [data-name={name}]").send_keys(key * keys)
+        browser.get("[data-column=B] [data-name=drafts]").click()
+        Select(browser.get("[data-column=B] [data-name=gate]")).select_by_value("own")
+        assert browser.get("[data-column=B] [data-name=threshold]").get_attribute("value") == "0.5", "each gate its own"
+        for name, keys in {"threshold": 3, "loops": 1}.items():
+            browser.get(f"[data-column=B] [data-name={name}]").send_keys(Keys.ARROW_LEFT * keys)
+        browser.get("#max-tokens").send_keys(Keys.CONTROL + "a", Keys.NULL, "12")
+        browser.get("#seed").send_keys(Keys.CONTROL + "a", Keys.NULL, "77")
+        browser.run("x")
+        a, b = sorted(server.engine.resolved, key=lambda params: not params.speculation)
+        assert (a.gate, a.exit_threshold, a.max_loops, a.temperature, a.speculation) == (
+            Gate.LOOKAHEAD,
+            0.5,
+            4,
+            0,
+            True,
+        )
+        assert (b.gate, b.max_loops, b.speculation) == (Gate.OWN, 3, False)
+        assert (b.exit_threshold, b.temperature) == (pytest.approx(0.47), pytest.approx(0.1))
+        assert (a.max_tokens, b.max_tokens, a.seed, b.seed) == (12, 12, 77, 77) and a.logprobs and b.logprobs
+        plain = httpx.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 12, "temperature": 0})
+        drafts = plain.json()["usage"]["completion_tokens_details"]
+        figures = browser.figures()
+        assert figures["drafts accepted"] == str(drafts["accepted_prediction_tokens"]) != "0"
+        assert figures["drafts dropped"] == str(drafts["rejected_prediction_tokens"]) != "0"
+        assert "drafts accepted" not in browser.figures("B")
 
 
 def test_every_character_has_its_token(browser: Browser) -> None:
