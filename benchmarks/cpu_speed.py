@@ -36,7 +36,8 @@ from depthbatch.benchmarks.all_reduce import add_all_reduce_arguments, run_all_r
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.plain_loop import PlainLoop, Shape
 from depthbatch.benchmarks.record import print_table, write_json
-from depthbatch.benchmarks.throughput import PolicyChoice, measure
+from depthbatch.benchmarks.throughput import measure
+from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError

@@ -26,6 +26,7 @@ from depthbatch.benchmarks.record import (
 )
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
 from depthbatch.benchmarks.trace import (
+    PolicyChoice,
     add_scheduling_arguments,
     blank_result,
     scheduling_options,
@@ -50,7 +51,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench simulate``."""
     add_workload_arguments(parser)
     parser.add_argument("--profile", required=True, help="device profile: a file, or the name of a shipped one")
-    parser.add_argument("--policy", action="append", choices=POLICIES, help="may be given several times")
+    parser.add_argument(
+        "--policy", action="append", help=f"{', '.join(POLICIES)}, or refill:K; may be given several times"
+    )
     add_scheduling_arguments(parser)
     parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
     parser.add_argument("--preemption", choices=PREEMPTION, default="recompute")
@@ -77,18 +80,21 @@ def run_simulate(args: argparse.Namespace) -> int:
             raise ConfigError("--draft-acceptance needs --speculation")
         shares = parse_acceptance(args.draft_acceptance)
         workload = with_known_depths(workload, shares, profile.r_max, args.seed)
-    asked = list(dict.fromkeys(args.policy or ["refill"]))
-    if args.k is not None and "refill" not in asked:
+    asked = list(dict.fromkeys(PolicyChoice.parse(text) for text in args.policy or ["refill"]))
+    if args.k is not None and all(choice.policy != "refill" for choice in asked):
         raise ConfigError("k needs policy refill")
-    policies = ["cb", *(policy for policy in asked if policy != "cb")]
-    runs = [simulate(workload, profile, _config(args, policy, workload, profile)) for policy in policies]
+    choices = [PolicyChoice("cb", None), *(choice for choice in asked if choice.policy != "cb")]
+    runs = [simulate(workload, profile, _config(args, choice, workload, profile)) for choice in choices]
     reports = [report(run, runs[0], profile, workload) for run in runs]
     print_table(reports)
     write_json([line.as_json() for line in reports] if len(asked) > 1 else reports[-1].as_json(), args.output)
     return 0
 
 
-def _config(args: argparse.Namespace, policy: str, workload: Workload, profile: DeviceProfile) -> SchedulerConfig:
+def _config(
+    args: argparse.Namespace, choice: PolicyChoice, workload: Workload, profile: DeviceProfile
+) -> SchedulerConfig:
+    policy, k = choice.policy, args.k if choice.k is None else choice.k
     speculates = policy not in ("cb", "no-refill")
     options = EngineConfig(
         policy=policy,
@@ -96,7 +102,7 @@ def _config(args: argparse.Namespace, policy: str, workload: Workload, profile: 
         draft_depth=args.draft_depth if speculates else None,
         preemption=args.preemption,
         async_scheduling=args.async_scheduling,
-        **scheduling_options(args, args.k if policy == "refill" else None),
+        **scheduling_options(args, k if policy == "refill" else None),
     )
     return _resolve(options, workload, profile, args.kv_blocks)
 

@@ -44,7 +44,8 @@ from depthbatch.benchmarks.simulate import Run, SimulatedRecord, record_run, run
 from depthbatch.benchmarks.sources import load_workload, with_arrivals
 from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
 from depthbatch.benchmarks.tables import auto_table, draft_table, table
-from depthbatch.benchmarks.throughput import BASELINE, PolicyChoice
+from depthbatch.benchmarks.throughput import BASELINE
+from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import OBJECTIVES, EngineConfig

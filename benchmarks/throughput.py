@@ -15,7 +15,7 @@ from tqdm import tqdm
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.record import Record, Setting, make_record, print_table, write_json
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
-from depthbatch.benchmarks.trace import add_scheduling_arguments, scheduling_options
+from depthbatch.benchmarks.trace import PolicyChoice, add_scheduling_arguments, scheduling_options
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
@@ -35,25 +35,6 @@ _SET_HERE = {
     "max_num_batched_tokens",
 }
 _WARM_UP_REQUESTS = 4
-
-
-class PolicyChoice(NamedTuple):
-    """A policy, and K where one was given with it."""
-
-    policy: str
-    k: int | None
-
-    @classmethod
-    def parse(cls, text: str) -> "PolicyChoice":
-        """``refill``, or ``refill:16`` for K = 16. Raises ConfigError."""
-        name, _, k = text.partition(":")
-        if name not in POLICIES:
-            raise ConfigError(f"policy {name!r} is not one of {', '.join(POLICIES)}")
-        if not k:
-            return cls(name, None)
-        if name != "refill" or not k.isdecimal() or int(k) < 1:
-            raise ConfigError(f"policy {text!r}: only refill takes a K, a whole number of at least 1")
-        return cls(name, int(k))
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,10 +36,29 @@ BLOCK_SIZE = 16
 PICTURE_STAGES = 400  # columns of --html that still read well
 
 
+class PolicyChoice(NamedTuple):
+    """A policy, and K where one was given with it."""
+
+    policy: str
+    k: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> "PolicyChoice":
+        """``refill``, or ``refill:16`` for K = 16. Raises ConfigError."""
+        name, _, k = text.partition(":")
+        if name not in POLICIES:
+            raise ConfigError(f"policy {name!r} is not one of {', '.join(POLICIES)}")
+        if not k:
+            return cls(name, None)
+        if name != "refill" or not k.isdecimal() or int(k) < 1:
+            raise ConfigError(f"policy {text!r}: only refill takes a K, a whole number of at least 1")
+        return cls(name, int(k))
+
+
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench trace``."""
     parser.add_argument("file", metavar="FILE", help="a workload, or what --stage-trace of an engine has written")
-    parser.add_argument("--policy", choices=POLICIES, default="refill")
+    parser.add_argument("--policy", default="refill", help=f"{', '.join(POLICIES)}, or refill:K")
     add_scheduling_arguments(parser)
     parser.add_argument("--r-max", type=int, default=4, help="loops of a full-depth token")
     parser.add_argument("--steps", type=int, default=None, help="stages to print (default: all)")
@@ -102,7 +121,9 @@ def _recorded(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _made(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Of a workload."""
     workload = Workload.read(args.file)
-    options = EngineConfig(policy=args.policy, preemption="off", **scheduling_options(args, args.k))
+    choice = PolicyChoice.parse(args.policy)
+    k = args.k if choice.k is None else choice.k
+    options = EngineConfig(policy=choice.policy, preemption="off", **scheduling_options(args, k))
     info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
     if not args.live:
         return trace(workload, SchedulerConfig.resolve(options, info))

@@ -434,13 +434,13 @@ def read_toml(path: Path, options: Mapping[str, Option] = FIELDS) -> dict[str, A
 
 def to_toml(config: Options, hidden: Collection[str] = ()) -> str:
     """What --print-config prints: a file that --config reads back as the same configuration, but for what is
-    ``hidden``."""
+    ``hidden``. What is unset, by nobody or by an empty value, is a comment that says so."""
     lines = []
     for name, value in msgspec.structs.asdict(config).items():
         if value is not None and name in hidden:
             lines.append(f"# {name} = (set, not shown)")
             continue
-        lines.append(f"# {name} = (found at start)" if value is None else f"{name} = {json.dumps(value)}")
+        lines.append(f"# {name} = (unset)" if value is None else f"{name} = {json.dumps(value)}")
     return "\n".join(lines)
 
 

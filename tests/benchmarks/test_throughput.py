@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from depthbatch.benchmarks.flops import count_flops, stage_flops
 from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
-from depthbatch.benchmarks.throughput import PolicyChoice, add_throughput_arguments, fitting, run_throughput
+from depthbatch.benchmarks.throughput import add_throughput_arguments, fitting, run_throughput
+from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError

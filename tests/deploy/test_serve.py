@@ -177,6 +177,25 @@ def test_a_program_is_restarted_by_hand(server: ServeProcess, expected: list[int
     assert read_faults(run_dir, name) < server.health()["processes"][name]["restarts"]
 
 
+def test_no_prompt_is_logged(server: ServeProcess) -> None:
+    """Whatever becomes of a request: answered, streamed, refused by the edge or by the engine, cut off, aborted. The test
+    of the log itself is that it is there; the rest of this file has made it long."""
+    secret = "quagga and okapi"
+    url, body = server.url + "/v1/completions", {"prompt": secret, "max_tokens": 3}
+    ends = [{}, {"stop": secret}, {"temperature": secret}, {"prompt": secret * 5000}, {"timeout_s": 0.001}]
+    ends += [{"structured_outputs": {"regex": f"({secret}"}}, {"logit_bias": {secret: 1}}, {secret: 1}]
+    for changes in ends:
+        httpx.post(url, json=body | changes, timeout=30)
+    httpx.post(url, content=secret, headers={"content-type": "application/json"})
+    httpx.post(server.url + f"/{secret}".replace(" ", "-"), json=body)
+    httpx.post(
+        server.url + "/v1/chat/completions", json={"messages": [{"role": "user", "content": secret}]}, timeout=30
+    )
+    with server.stream(prompt=secret, max_tokens=500) as events:
+        next(events)
+    assert server.log.count("worker: ready") >= 1 and "quagga" not in server.log and "okapi" not in server.log
+
+
 def test_closed_socket_frees_the_slot(server: ServeProcess) -> None:
     """Row "client gone, sequence decodes to max_tokens", through all three processes."""
     with server.stream(max_tokens=5000) as events:

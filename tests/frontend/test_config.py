@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from depthbatch.common.config import (
@@ -78,6 +79,15 @@ def test_round_trips(values: dict[str, Any]) -> None:
     """What a child process and what --print-config | --config get is the same configuration."""
     config = EngineConfig(**values)
     assert EngineConfig.from_json(config.to_json()) == config
+
+
+def test_print_config_says_which_keys_are_unset() -> None:
+    """Bug: options that stay unset for good (a trace file, targets) were said to be found at start."""
+    printed = to_toml(EngineConfig(kv_blocks=7)).splitlines()
+    unset = {line[2:].removesuffix(" = (unset)") for line in printed if line.endswith(" = (unset)")}
+    values = msgspec.structs.asdict(EngineConfig(kv_blocks=7))
+    assert unset == {name for name, value in values.items() if value is None} and "stage_trace" in unset
+    assert "kv_blocks = 7" in printed and len(printed) == len(values)
 
 
 def test_print_config_reads_back(tmp_path: Path) -> None:
