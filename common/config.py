@@ -237,6 +237,10 @@ class EngineConfig(Options, frozen=True):
             ("auto", "off"),
         ),
     ] = "auto"
+    run_dir: Annotated[
+        str | None,
+        option("directory of the sockets and logs, the native address among them (default: a new one of each engine)"),
+    ] = None
     hang_s: Annotated[
         Annotated[float, Meta(ge=0.5)],
         option(

@@ -1,4 +1,4 @@
-"""The run directory of one engine: private, locked while its owner lives, removed by a later engine if that has died."""
+"""The run directory of one engine: private, locked while its owner lives; what a dead owner has left is removed."""
 
 import contextlib
 import fcntl
@@ -46,6 +46,47 @@ class RunDir:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+class FixedRunDir:
+    """A run directory at a place that the user names, made if it is not there, with mode 0700. It outlives its engines;
+    what one leaves in it does not.
+
+    Raises ConfigError when others could write into it, when it holds anything else, or while another engine lives in it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+        endpoint(self.path, SCHEDULER_ENDPOINT)
+        _safe_base(self.path)
+        if not (self.path / ".lock").exists() and any(self.path.iterdir()):
+            raise ConfigError(f"run directory {self.path} holds files of something else; give one that is empty")
+        self._lock: int | None = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(f"run directory {self.path} is in use by another engine") from None
+        self._empty()
+
+    def remove(self) -> None:
+        """Empties the directory; doing it twice is fine."""
+        if self._lock is not None:
+            self._empty()
+            os.close(self._lock)
+            self._lock = None
+
+    def _empty(self) -> None:
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != ".lock":
+                path.unlink(missing_ok=True)
+
+
+def open_run_dir(path: str | None) -> RunDir | FixedRunDir:
+    """The directory of an engine: a new one, or the one that the option names. Raises ConfigError."""
+    return RunDir() if path is None else FixedRunDir(path)
 
 
 def note_end(run_dir: str | Path, name: str) -> None:

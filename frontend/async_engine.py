@@ -6,7 +6,6 @@ piled up in it becomes one delta a request, so a slow reader gets fewer, larger 
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -29,10 +28,9 @@ from depthbatch.frontend.prompts import (
     Prompt,
     assembler_of,
     check_stop,
-    describe,
-    describe_defaults,
     encode_prompt,
     load_texts,
+    print_start,
 )
 from depthbatch.frontend.tokenizer import Tokenizer
 
@@ -143,9 +141,7 @@ class AsyncEngine:
                 await self._next_news()
             self._raise_failure()
             if not self._quiet:
-                print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
-                if self.sampling_defaults:
-                    print(f"depthbatch: {describe_defaults(self.sampling_defaults)}", file=sys.stderr)
+                print_start(self.info, self.sampling_defaults)
         except BaseException:
             await self.close()
             raise

@@ -1,6 +1,5 @@
 """LLM: prompts in, outputs out, in the caller's thread. The plain way to use the engine from Python."""
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -19,7 +18,7 @@ from depthbatch.frontend.live_requests import News
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, RequestOutput
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.process_metrics import flat_stats
-from depthbatch.frontend.prompts import Prompt, assembler_of, describe, describe_defaults, encode_prompt, load_texts
+from depthbatch.frontend.prompts import Prompt, assembler_of, encode_prompt, load_texts, print_start
 
 Conversation = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]  # finished and total requests
@@ -57,9 +56,7 @@ class LLM:
                 self._client.encode = self.tokenizer.encode_bare
             self.info = self._client.wait_ready()
             if not quiet:
-                print(f"depthbatch: {describe(self.info)}", file=sys.stderr)
-                if self.sampling_defaults:
-                    print(f"depthbatch: {describe_defaults(self.sampling_defaults)}", file=sys.stderr)
+                print_start(self.info, self.sampling_defaults)
         except BaseException:
             self._client.close()
             raise

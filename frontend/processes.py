@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.run_dir import RunDir
+from depthbatch.common.run_dir import open_run_dir
 
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _TAIL_BYTES = 8192
@@ -191,7 +191,7 @@ class Launcher:
         """Raises ConfigError when there is no place for the run directory."""
         self.children: dict[str, Child] = {}
         self._config = config
-        self._run_dir = RunDir()
+        self._run_dir = open_run_dir(config.run_dir)
         self._starts: dict[str, int] = {}
         # The kernel's parent-death signal fires when the *thread* that forked ends, so one lasting thread forks all.
         self._forker = ThreadPoolExecutor(1, thread_name_prefix="forker")

@@ -1,6 +1,7 @@
 """From what callers write (a model's name, a prompt, parameters) to what runs: tokenizer, token ids, one output's assembler."""
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,13 @@ def describe(info: EngineInfo) -> str:
         f"{info.model} ({info.architecture}, {info.r_max} loops) on {info.device}, {info.dtype}: "
         f"{info.kv_bytes_per_token / 1024:.1f} KiB of KV per token ({info.kv_layout}), {tokens} tokens fit"
     )
+
+
+def print_start(info: EngineInfo, sampling_defaults: Mapping[str, Any]) -> None:
+    """What every start says on stderr."""
+    defaults = [describe_defaults(sampling_defaults)] if sampling_defaults else []
+    for line in (describe(info), *info.notes, *defaults):
+        print(f"depthbatch: {line}", file=sys.stderr)
 
 
 class ModelTexts(NamedTuple):

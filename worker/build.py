@@ -252,6 +252,7 @@ def engine_info(
         dtype=str(spec.dtype).removeprefix("torch."),
         eos_token_ids=spec.eos_token_ids,
         max_logprobs=num_likeliest(spec.vocab_size),
+        notes=_notes(spec, layout),
     )
 
 
@@ -279,6 +280,14 @@ def _smaller_plan(config: EngineConfig, spec: ModelSpec, plan: KVPlan, device: t
     log.warning("no memory for %d KV blocks (%s): trying %d", blocks, reason, blocks * 3 // 4)
     request = _kv_request(config, spec, resolve_layout(config, spec), device)
     return plan_kv(request._replace(kv_blocks=blocks * 3 // 4), sys.maxsize, device.type)
+
+
+def _notes(spec: ModelSpec, layout: KVLayout) -> tuple[str, ...]:
+    """What an option does to the answers that is no error."""
+    if layout is KVLayout.SINGLE and spec.default_layout is not KVLayout.SINGLE:
+        own = f"{spec.default_layout} is its own"
+        return (f"warning: {spec.architecture} is not trained for kv_layout {layout}: answers get worse; {own}",)
+    return ()
 
 
 def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device, free_bytes: int) -> KVPlan:

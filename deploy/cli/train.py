@@ -115,6 +115,12 @@ def run_train_gate(args: argparse.Namespace) -> int:
         f"({fit.constant_kl:.4f} for the best constant gate)",
         file=sys.stderr,
     )
+    if args.kind == "lookahead" and output.absolute() == (directory / "lookahead_gate.safetensors").absolute():
+        print(
+            f"lookahead is the default gate of {args.model} from now on, at the model's exit threshold "
+            "(--gate delayed: the model's own)",
+            file=sys.stderr,
+        )
     return 0
 
 

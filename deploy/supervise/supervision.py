@@ -17,7 +17,7 @@ import msgspec
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import FAULT, USER_ERROR, EngineDeadError
 from depthbatch.common.os_process import end_with_parent
-from depthbatch.common.run_dir import RunDir
+from depthbatch.common.run_dir import open_run_dir
 from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.deploy.supervise.run_files import (
     HTTP_FILE,
@@ -56,7 +56,7 @@ class Supervision:
     """One supervisord with its run directory, as long as the ``with`` block."""
 
     def __init__(self, engine: EngineConfig, http: HttpConfig) -> None:
-        self._run_dir = RunDir()
+        self._run_dir = open_run_dir(engine.run_dir)
         self.path = self._run_dir.path
         write_config(self.path, engine)
         write_file(self.path / HTTP_FILE, json.dumps(msgspec.structs.asdict(http)))

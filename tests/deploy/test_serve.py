@@ -19,6 +19,7 @@ import pytest
 from depthbatch.deploy.supervise import supervision
 from depthbatch.deploy.supervise.run_files import read_faults
 from depthbatch.deploy.supervise.supervisord_client import EXPECTED_CODES, SupervisordClient
+from depthbatch.frontend.client import Client
 from fakes.many_streams import many
 from fakes.serve_process import DEVICE, ServeProcess, is_alive, token_ids, wait_until
 from fakes.soak import soak
@@ -36,9 +37,15 @@ ATTACKS: dict[str, tuple[dict[str, Any], Callable[[], Any] | None, dict[str, str
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServeProcess]:
-    with ServeProcess("--device", DEVICE, "--stall-s", "4") as server:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve") / "run"
+
+
+@pytest.fixture(scope="module")
+def server(run_dir: Path) -> Iterator[ServeProcess]:
+    with ServeProcess("--device", DEVICE, "--stall-s", "4", run_dir=run_dir) as server:
         yield server
+    assert not [path for path in run_dir.iterdir() if path.name != ".lock"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +55,13 @@ def expected(server: ServeProcess) -> list[int]:
         tokens = token_ids(list(events))
     assert len(tokens) == TOKENS
     return tokens
+
+
+def test_a_run_dir_fixes_the_native_address(server: ServeProcess, run_dir: Path) -> None:
+    """Bug: a native client had to read the address from the server's output, a new one with every start."""
+    client = Client(f"ipc://{run_dir}/api")
+    assert client.ask("health")["status"] == "ok"
+    client.close()
 
 
 def test_three_processes_are_told_apart(server: ServeProcess) -> None:

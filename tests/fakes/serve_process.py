@@ -43,7 +43,11 @@ def free_port() -> int:
 class ServeProcess:
     """``with ServeProcess() as server``: ready to answer; whatever it started is gone afterwards."""
 
-    def __init__(self, *options: str, model: str = "demo", port: int = 0, wait: bool = True) -> None:
+    def __init__(
+        self, *options: str, model: str = "demo", port: int = 0, wait: bool = True, run_dir: Path | None = None
+    ) -> None:
+        self._run_dir = run_dir
+        options = (*options, *(() if run_dir is None else ("--run-dir", str(run_dir))))
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._wait = wait
@@ -109,7 +113,8 @@ class ServeProcess:
         return found
 
     def supervisor_socket(self) -> str:
-        return f"unix://{next(Path(tempfile.gettempdir()).glob(f'depthbatch-*/{self.process.pid}-0'))}/supervisor.sock"
+        run_dirs = Path(tempfile.gettempdir()).glob(f"depthbatch-*/{self.process.pid}-0")
+        return f"unix://{self._run_dir or next(run_dirs)}/supervisor.sock"
 
     @contextlib.contextmanager
     def stream(self, **body: Any) -> Iterator[Iterator[dict[str, Any]]]:

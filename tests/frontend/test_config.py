@@ -27,7 +27,7 @@ OTHER: dict[str, Any] = {
     "tensor_parallel_size": 4,
     "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
     "speculation": "2", "draft_depth": 3, "draft_acceptance": 0.5, "hang_s": 20.0,
-    "chat_template": "chat.jinja", "generation_config": "off",
+    "chat_template": "chat.jinja", "generation_config": "off", "run_dir": "run",
 }  # fmt: skip
 TARGETS = ("objective", "ttft_target_ms", "itl_target_ms")
 # what else must be set for a value to be accepted

@@ -27,7 +27,7 @@ from depthbatch.common.messages import (
     WorkerCommand,
     WorkerMessage,
 )
-from depthbatch.common.run_dir import RunDir
+from depthbatch.common.run_dir import FixedRunDir, RunDir, open_run_dir
 from depthbatch.common.transport import Dealer, Received, Router, endpoint
 from depthbatch.frontend.zmq_api import ApiRequest
 
@@ -170,7 +170,7 @@ def test_run_dir_is_private_and_removed(tmp_path: Path) -> None:
 
 def test_stale_run_dir_is_removed(tmp_path: Path) -> None:
     """A process that is killed leaves its directory; the next engine removes it, but not one that is in use."""
-    code = "import sys, os, signal; from depthbatch.common.run_dir import RunDir; d = RunDir(sys.argv[1])\n"
+    code = "import sys, os, signal; from depthbatch.common.run_dir import FixedRunDir, RunDir, open_run_dir; d = RunDir(sys.argv[1])\n"
     code += "print(d.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     stale = Path(killed.stdout.strip())
@@ -178,6 +178,33 @@ def test_stale_run_dir_is_removed(tmp_path: Path) -> None:
     in_use = RunDir(tmp_path)
     assert not stale.exists() and in_use.stale_removed == 1
     assert RunDir(tmp_path).stale_removed == 0 and in_use.path.exists()
+
+
+def test_a_fixed_run_dir_is_one_engines(tmp_path: Path) -> None:
+    """Made where the option says, locked, and left empty, also by an engine that was killed."""
+    run_dir = FixedRunDir(tmp_path / "run")
+    assert run_dir.path == tmp_path / "run" and run_dir.path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="run is in use by another engine"):
+        open_run_dir(str(tmp_path / "run"))
+    (run_dir.path / "api").touch()
+    run_dir.remove()
+    run_dir.remove()
+    assert run_dir.path.is_dir() and not (run_dir.path / "api").exists()
+    code = "import sys, os, signal; from depthbatch.common.run_dir import FixedRunDir; d = FixedRunDir(sys.argv[1])\n"
+    code += "(d.path / 'old').mkdir(); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", code, str(run_dir.path)], check=False)
+    assert (run_dir.path / "old").exists()
+    again = open_run_dir(str(run_dir.path))
+    assert not (run_dir.path / "old").exists()
+    again.remove()
+
+
+def test_a_run_dir_with_other_files_is_refused(tmp_path: Path) -> None:
+    """``--run-dir ~/thesis`` must not be emptied."""
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="holds files of something else"):
+        FixedRunDir(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_base_that_others_can_write_is_refused(tmp_path: Path) -> None:

@@ -179,6 +179,31 @@ def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
     assert read_spec(path, load_format="dummy").eos_token_ids == (0, 7)
 
 
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "<end>"}}, (0, 9)),
+        ({"special_tokens_map.json": {"eos_token": {"content": "<end>"}}}, (0, 9)),
+        ({"special_tokens_map.json": {"eos_token": "word"}, "tokenizer_config.json": {"eos_token": None}}, (0, 5)),
+        ({"special_tokens_map.json": {"eos_token": "word"}, "tokenizer_config.json": {"eos_token": "<end>"}}, (0, 9)),
+        ({"tokenizer_config.json": {"eos_token": "<pad>"}}, (0,)),  # beyond the model's rows
+        ({"tokenizer_config.json": {"eos_token": "nowhere"}}, (0,)),
+        ({"tokenizer_config.json": {}}, (0,)),
+        ({"generation_config.json": {"eos_token_id": 7}, "tokenizer_config.json": {"eos_token": "<end>"}}, (0, 7, 9)),
+    ],
+)
+def test_the_tokenizers_end_of_sequence_joins_that_of_the_configs(
+    tmp_path: Path, files: dict[str, dict[str, object]], eos: tuple[int, ...]
+) -> None:
+    """Bug: chat models whose turns end with a token of the tokenizer's own ran on to max_tokens."""
+    path = config_only(tmp_path, tiny_config(OURO_TINY))
+    added = [{"id": 9, "content": "<end>"}, {"id": 10**6, "content": "<pad>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"word": 5}}}))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_spec(path, load_format="dummy").eos_token_ids == eos
+
+
 def test_retrofitted_models_take_the_tokenizers_stop_tokens(tmp_path: Path) -> None:
     """Their config and generation config hold Huginn's ids: beyond TinyLlama's vocabulary, ordinary words of Llama's."""
     config = RECURRENT_LLAMA | {"eos_token_id": 65505}
@@ -331,6 +356,12 @@ def text(name: str, content: str) -> Breaker:
     return lambda path: (path / name).write_text(content)
 
 
+def gate(kind: str, fill: float = 0.0, **shapes: tuple[int, ...]) -> Breaker:
+    """Writes a gate file beside the model."""
+    tensors = {name: torch.full(shape, fill) for name, shape in shapes.items()}
+    return lambda path: save_file(tensors, path / f"{kind}_gate.safetensors")
+
+
 def remove(name: str) -> Breaker:
     return lambda path: (path / name).unlink()
 
@@ -378,6 +409,19 @@ OURO_ERRORS: dict[str, tuple[Breaker, str]] = {
         "is not a plain file name",
     ),
     "broken gate": (text("lookahead_gate.safetensors", "x"), r"lookahead_gate\.safetensors: cannot be read"),
+    "gate without bias": (gate("lookahead", weight=(1, 64)), r"/lookahead_gate\.safetensors: tensor 'bias' is missing"),
+    "gate of another model": (
+        gate("preloop", weight=(2, 64), bias=(2,)),
+        r"/preloop_gate\.safetensors: tensor 'bias' has shape \[2\], expected \[4\]",
+    ),
+    "gate with more": (
+        gate("lookahead", weight=(1, 64), bias=(1,), scale=(1,)),
+        r"/lookahead_gate\.safetensors: tensor 'scale' is unexpected",
+    ),
+    "gate of no numbers": (
+        gate("lookahead", weight=(1, 64), bias=(1,), fill=torch.nan),
+        r"/lookahead_gate\.safetensors: tensor '\w+' holds NaN",
+    ),
 }
 HUGINN_ERRORS: dict[str, tuple[Breaker, str]] = {
     "retrofitted": (edit_config(block_class_name="TransformerPreNormBlock"), "'block_class_name' = 'TransformerPre"),

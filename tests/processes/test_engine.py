@@ -223,7 +223,8 @@ def test_async_engine_and_native_api(tmp_path: Path) -> None:
         client.close()
 
     async def main() -> None:
-        async with AsyncEngine(quiet=True, **OPTIONS) as engine:
+        async with AsyncEngine(quiet=True, run_dir=str(tmp_path / "run"), **OPTIONS) as engine:
+            assert engine.run_dir == str(tmp_path / "run")
             api = ZmqApi(engine, endpoint(tmp_path, "api"))
             try:
                 await asyncio.wait_for(asyncio.to_thread(body, api.address), 60)

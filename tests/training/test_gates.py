@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
+from depthbatch.common.gates import Gate
 from depthbatch.deploy.cli.train import add_train_gate_arguments, run_train_gate
 from depthbatch.training.checkpoints import load_ouro
 from depthbatch.training.corpus import read_rows
@@ -23,6 +24,7 @@ from depthbatch.training.train_gate import (
     preloop_log_probabilities,
     teacher_distribution,
 )
+from depthbatch.worker.models.loader import read_spec
 from depthbatch.worker.models.ouro import DepthHead, ScalarHead
 from reference.teacher_forcing import hazard_exits
 
@@ -118,12 +120,22 @@ def test_command_writes_a_named_gate(ouro_directory: Path, tmp_path: Path, kind:
         assert all(file.get_slice(name).get_dtype() == "F32" for name in ("weight", "bias"))
 
 
-def test_command_lands_beside_the_model_by_default(ouro_directory: Path, tmp_path: Path) -> None:
+def test_command_lands_beside_the_model_by_default(
+    ouro_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says that the gate is the model's default from then on: requests that name none exit by it."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((ouro_directory / name).read_bytes())
     data = write_ids(tmp_path / "ids.jsonl")
     assert run_command([str(tmp_path), "--data", str(data), "--iterations", "20"]) == 0
     assert (tmp_path / "lookahead_gate.safetensors").exists()
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith(f"lookahead is the default gate of {tmp_path} from now on")
+    )
+    assert read_spec(str(tmp_path)).default_gate is Gate.LOOKAHEAD
+    elsewhere = str(tmp_path / "other.safetensors")
+    assert run_command([str(tmp_path), "--data", str(data), "--iterations", "1", "--output", elsewhere]) == 0
+    assert "default gate" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

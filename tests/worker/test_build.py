@@ -11,8 +11,9 @@ from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.common.gates import Gate
+from depthbatch.frontend.prompts import print_start
 from depthbatch.worker import build
-from reference.oracle import OURO
+from reference.oracle import HUGINN, OURO
 
 
 def built(model: Path = OURO, **options: object) -> build.BuiltRunner:
@@ -45,6 +46,16 @@ def test_the_info_says_what_was_built() -> None:
     assert (info.default_gate, info.default_threshold, info.r_min, info.r_max) == (Gate.OWN, 0.25, 3, 4)
     assert info.kv_bytes_per_token == 3 * 2 * 4 * 16 * 4  # layers, K and V, heads, head_dim, fp32
     assert (info.num_blocks, info.max_model_len, info.buckets) == (21, 320, tuple(range(1, 10)))
+
+
+def test_a_layout_that_the_model_is_not_trained_for_is_said_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: Ouro under ``single`` answers 2 % of what it answers under its own layout, and nothing said so."""
+    for layout, warned in (("single", True), ("first_then_shared", False), (None, False)):
+        print_start(built(kv_layout=layout).info, {"top_k": 3})
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2 + warned and lines[-1].endswith("top_k 3")
+        assert warned == ("warning: ouro is not trained for kv_layout single" in lines[1])
+    assert built(HUGINN, kv_layout="single", max_loops=None).info.notes == ()
 
 
 def test_a_layout_that_cannot_exit_early_offers_no_early_gate() -> None:

@@ -51,12 +51,12 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, files: tuple[Path, ...] | None = None) -> None:
-        self.path = path
+        self.path = files[0] if files is not None and len(files) == 1 else path  # what errors of no single file name
         self._handles: dict[Path, Any] = {}
         self._stored: dict[Path, frozenset[str]] = {}
         self.file_of: dict[str, Path] = {}
         if files is None and (path / INDEX_NAME).is_file():
-            self._obey_index()
+            self._obey_index(path)
             return
         for file in files or _find_files(path):
             for name in self._names(file):
@@ -64,9 +64,9 @@ class Checkpoint:
                     raise ModelError(f"tensor '{name}' is in both {self.file_of[name].name} and {file.name}")
                 self.file_of[name] = file
 
-    def _obey_index(self) -> None:
+    def _obey_index(self, path: Path) -> None:
         """Every tensor from the file that the index names for it; what else the files hold is not part of the model."""
-        for name, file in _read_index(self.path).items():
+        for name, file in _read_index(path).items():
             if name not in self._names(file):
                 raise ModelError(f"{INDEX_NAME} says that tensor '{name}' is in {file.name}, which does not hold it")
             self.file_of[name] = file
@@ -148,7 +148,7 @@ def check_names_and_shapes(checkpoint: Checkpoint, table: TensorTable) -> frozen
     for name in sorted(stored):
         if checkpoint.shape(name) != wanted[name]:
             got, expected = list(checkpoint.shape(name)), list(wanted[name])
-            raise ModelError(f"{checkpoint.path}: tensor '{name}' has shape {got}, expected {expected}")
+            raise ModelError(f"{checkpoint.file_of[name]}: tensor '{name}' has shape {got}, expected {expected}")
     return frozenset(table.optional.keys() & stored)
 
 
@@ -177,10 +177,12 @@ class CheckpointSource:
         """A tensor in ``dtype`` (None: the model's). Raises ModelError when it holds NaN or infinity or no floats."""
         stored = self._checkpoint.tensor(name, self._splits.get(name), self._parallel)
         if not stored.is_floating_point():
-            raise ModelError(f"{self._checkpoint.path}: tensor '{name}' has type {stored.dtype}, expected floats")
+            raise ModelError(
+                f"{self._checkpoint.file_of[name]}: tensor '{name}' has type {stored.dtype}, expected floats"
+            )
         tensor = stored.to(self._device, dtype or self._dtype).contiguous()
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # one pass; NaN and infinity both survive a sum
-            raise ModelError(f"{self._checkpoint.path}: tensor '{name}' holds NaN or infinite values")
+            raise ModelError(f"{self._checkpoint.file_of[name]}: tensor '{name}' holds NaN or infinite values")
         return tensor
 
 

@@ -56,10 +56,14 @@ def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
     path = resolve_model_dir(name)
     config = ConfigReader(read_json(path / "config.json"), str(path / "config.json"))
     family = find_family(config)
+    by_tokenizer = _tokenizer_eos_ids(path, config.values.get("vocab_size"))
     if family.eos_of_tokenizer:
-        config.values["eos_token_id"] = _tokenizer_eos_ids(path)
-    elif "eos_token_id" in (generation := _json_if_there(path / "generation_config.json")):
-        config.values["eos_token_id"] = _merge_ids(config.values.get("eos_token_id"), generation["eos_token_id"])
+        config.values["eos_token_id"] = by_tokenizer
+    else:
+        generation = _json_if_there(path / "generation_config.json")
+        config.values["eos_token_id"] = _merge_ids(
+            config.values.get("eos_token_id"), generation.get("eos_token_id"), by_tokenizer
+        )
     return ModelDir(path, config, family, load_format == "dummy")
 
 
@@ -67,19 +71,27 @@ def _json_if_there(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _tokenizer_eos_ids(path: Path) -> list[int]:
-    """Ids of the tokenizer's ``eos_token``, by its own files; none where there is no tokenizer."""
-    settings = _json_if_there(path / "tokenizer_config.json")
+def _tokenizer_eos_ids(path: Path, vocab_size: object) -> list[int]:
+    """The id of the tokenizer's ``eos_token``, by its own files; none where there is no tokenizer.json. One that no row of
+    the model stands for cannot come."""
+    settings = _json_if_there(path / "special_tokens_map.json")
+    settings |= {k: v for k, v in _json_if_there(path / "tokenizer_config.json").items() if v is not None}
     eos = settings.get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
-    tokens = _json_if_there(path / "tokenizer.json").get("added_tokens") or []
-    return [token["id"] for token in tokens if token.get("content") == text is not None]
+    if text is None:
+        return []
+    tokenizer = _json_if_there(path / "tokenizer.json")
+    ids = [token["id"] for token in tokenizer.get("added_tokens") or [] if token.get("content") == text]
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    if not ids and isinstance(vocab, dict) and text in vocab:
+        ids = [vocab[text]]
+    return [token for token in ids if not isinstance(vocab_size, int) or token < vocab_size]
 
 
-def _merge_ids(first: object, second: object) -> list[object]:
-    """Both files' end-of-sequence ids as one list; null entries dropped."""
+def _merge_ids(*values: object) -> list[object]:
+    """The files' end-of-sequence ids as one list; null entries dropped."""
     merged: list[object] = []
-    for value in (first, second):
+    for value in values:
         merged += value if isinstance(value, list) else [] if value is None else [value]
     return list(dict.fromkeys(merged))
 
