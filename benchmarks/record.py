@@ -141,6 +141,12 @@ def write_json(value: Any, output: str | None) -> None:
         Path(output).write_text(text + "\n")
 
 
+COLUMNS = """\
+w: sequences at a time. k: exited rows that coda waits for. x cb: tokens/s over those of cb. S_e2e: the most that exits at
+these depths could give over cb, by FLOPs. realized: how much of it x cb is. prefill, idle: share of the time. depth: mean
+loops of a decoded token. core, coda: mean rows of a step."""  # of the table, for those who see it first
+
+
 def print_table(records: Sequence[Record]) -> None:
     """A table for people, on stderr."""
     head = ("policy", "w", "k", "tokens/s", "x cb", "S_e2e", "realized", "prefill", "idle", "depth", "core", "coda")

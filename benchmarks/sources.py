@@ -177,6 +177,18 @@ def workload_from_arguments(
     return load_workload(args.workload, args.requests, parse_exits(args.exits), r_max, seed, args.stickiness, count)
 
 
+def describe_exits(args: argparse.Namespace, workload: Workload, r_max: int) -> str:
+    """Where the depths of a workload's tokens come from, in a line: no gate of a model is asked."""
+    if not any(request.exit_depths for request in workload.requests):
+        return f"exit depths: every token runs all {r_max} loops"
+    if args.exits is None and Path(args.workload).exists():
+        return f"exit depths: those recorded in {args.workload}"
+    exits = parse_exits(args.exits) or default_exits(r_max)
+    total = sum(exits.values())
+    shares = ", ".join(f"{depth}: {weight / total:.0%}" for depth, weight in sorted(exits.items()))
+    return f"exit depths: drawn ({shares}; --exits), not chosen by the model's gate; record-exits records those"
+
+
 def parse_exits(text: str | None) -> dict[int, float] | None:
     """``--exits``: None = the default of the model's depth; ``full`` = every token at r_max ({} here)."""
     if text is None:

@@ -13,8 +13,8 @@ import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.flops import stage_flops
-from depthbatch.benchmarks.record import Record, Setting, make_record, print_table, write_json
-from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
+from depthbatch.benchmarks.record import COLUMNS, Record, Setting, make_record, print_table, write_json
+from depthbatch.benchmarks.sources import add_workload_arguments, describe_exits, workload_from_arguments
 from depthbatch.benchmarks.trace import PolicyChoice, add_scheduling_arguments, scheduling_options
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
@@ -46,7 +46,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action="append",
         dest="policies",  # config_from_sources would read "policy"
-        help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill, which has no drafts, and refill)",
+        help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill, which has no drafts, refill and auto)",
     )
     parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
     parser.add_argument(
@@ -58,7 +58,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 def run_throughput(args: argparse.Namespace) -> int:
     """Measures every policy and writes one record, or a list of them when several were asked for."""
     base = config_from_sources(args, model=args.model)
-    policies = args.policies or (("refill",) if base.draft_lanes else ("no-refill", "refill"))
+    policies = args.policies or (("refill", "auto") if base.draft_lanes else ("no-refill", "refill", "auto"))
     choices = [PolicyChoice.parse(text) for text in policies]
     flops = stage_flops(base)
     workload: Workload | None = None
@@ -72,10 +72,12 @@ def run_throughput(args: argparse.Namespace) -> int:
         if workload is None:
             limits = _limits(config)
             workload = fitting(workload_from_arguments(args, limits.r_max, base.seed), limits.max_positions)
+            print(describe_exits(args, workload, limits.r_max), file=sys.stderr)
         records.append(measure(config, workload, flops))
         records[-1].compare_with(records[0])
         print_table(records[-1:])
     print_table(records)
+    print(COLUMNS, file=sys.stderr)
     only_one = len(choices) == 1
     write_json(records[-1].as_json() if only_one else [record.as_json() for record in records], args.output)
     return 0

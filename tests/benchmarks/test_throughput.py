@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from depthbatch.benchmarks.flops import count_flops, stage_flops
 from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
+from depthbatch.benchmarks.sources import describe_exits, workload_from_arguments
 from depthbatch.benchmarks.throughput import add_throughput_arguments, fitting, run_throughput
 from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
@@ -96,6 +97,28 @@ def test_flops_of_stored_checkpoints(model: str, core: tuple[str, ...], boundary
 def test_bad_policies_are_named(bad: str) -> None:
     with pytest.raises(ConfigError, match="policy"):
         PolicyChoice.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "exit depths: drawn (1: "),
+        (
+            ["--exits", '{"2": 3, "4": 1}'],
+            "exit depths: drawn (2: 75%, 4: 25%; --exits), not chosen by the model's gate",
+        ),
+        (["--exits", "full"], "exit depths: every token runs all 4 loops"),
+        (["--workload", "FILE"], "exit depths: those recorded in FILE"),
+    ],
+)
+def test_it_is_said_where_depths_come_from(
+    options: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: depths were drawn and nothing said so; newcomers took them for the gate's."""
+    monkeypatch.chdir(tmp_path)
+    Workload((WorkloadRequest(5, 3, exit_depths=(2, 3)),)).write(tmp_path / "FILE")
+    args = arguments("--requests", "5", *options)
+    assert describe_exits(args, workload_from_arguments(args, 4, 0), 4).startswith(line)
 
 
 def test_requests_beyond_the_models_positions_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
