@@ -5,9 +5,9 @@ fields, or the int32 frames of ``common.frames`` as further parts of a multipart
 unpickled and no type name is taken from the wire.
 
     frontend -> scheduler   FrontendMessage      hello, submit, abort, stats, shutdown
-    scheduler -> frontend   SchedulerMessage     engine ready, tokens, rejected, heartbeat, stats, fatal
+    scheduler -> frontend   SchedulerMessage     loading, engine ready, tokens, rejected, heartbeat, stats, fatal
     scheduler -> worker     WorkerCommand        stage batch (+ frames), shutdown
-    worker -> scheduler     WorkerMessage        worker ready, stage result, heartbeat, fatal
+    worker -> scheduler     WorkerMessage        loading, worker ready, stage result, heartbeat, fatal
 """
 
 import zlib
@@ -206,6 +206,13 @@ class Rejected(Message, frozen=True):
     param: str | None = None
 
 
+class Loading(Message, frozen=True):
+    """How far the weights are, in bytes as stored."""
+
+    done: int
+    total: int
+
+
 class SchedulerHeartbeat(Message, frozen=True):
     steps: int  # stages completed since start
     oldest_work_age_s: float  # age of the oldest unfinished stage or runnable request, 0 when idle
@@ -235,7 +242,7 @@ class Fatal(Message, frozen=True):
     other_version: bool = False  # True: the sender goes on; it is the receiver that has to go
 
 
-SchedulerMessage = EngineReady | Tokens | Rejected | SchedulerHeartbeat | SchedulerStats | Fatal
+SchedulerMessage = Loading | EngineReady | Tokens | Rejected | SchedulerHeartbeat | SchedulerStats | Fatal
 
 
 # --- scheduler -> worker
@@ -337,7 +344,7 @@ class WorkerHeartbeat(Message, frozen=True):
     idle_no_work_s: float
 
 
-WorkerMessage = WorkerReady | StageResult | WorkerHeartbeat | Fatal
+WorkerMessage = Loading | WorkerReady | StageResult | WorkerHeartbeat | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 

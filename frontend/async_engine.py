@@ -20,6 +20,7 @@ from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.live_requests import News
+from depthbatch.frontend.loading_progress import LoadingProgress
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.process_metrics import flat_stats
@@ -128,6 +129,9 @@ class AsyncEngine:
     # --- life
 
     async def __aenter__(self) -> Self:
+        loading = LoadingProgress(self.config.model)
+        if not self._quiet:
+            self._client.on_loading = loading
         try:
             await self._in_tokenizer_thread(resolve_model_dir, self.config.model)  # a wrong name costs nothing
             self._client.launch()
@@ -140,9 +144,11 @@ class AsyncEngine:
                 self._raise_failure()
                 await self._next_news()
             self._raise_failure()
+            loading.close()
             if not self._quiet:
                 print_start(self.info, self.sampling_defaults)
         except BaseException:
+            loading.close()
             await self.close()
             raise
         return self

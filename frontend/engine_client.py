@@ -27,6 +27,7 @@ from depthbatch.common.messages import (
     FinishReason,
     GetStats,
     Hello,
+    Loading,
     Message,
     Rejected,
     RequestParams,
@@ -63,6 +64,7 @@ class EngineClient:
         self.info: EngineInfo | None = None  # set once the engine has been ready
         self.failure: DepthbatchError | None = None  # set once it is dead for good, or closed
         self.stats: SchedulerStats | None = None
+        self.on_loading: Callable[[int, int], None] = lambda done, total: None  # told of bytes read, and of how many
         self.encode: Encode | None = None  # by the model's tokenizer, where the owner has one: bad words need it
         self._seed = config.seed
         self._processes: Processes = Launcher(config) if processes is None else processes
@@ -216,6 +218,8 @@ class EngineClient:
                     self._monitor.heartbeat(heartbeat)
                 case EngineReady(info):
                     self._on_ready(info)
+                case Loading(done, total) if self.info is None:
+                    self.on_loading(done, total)
                 case Rejected(request_id, reason, param):
                     if self._requests.drop(request_id):
                         news.append((request_id, RequestError(reason, param)))

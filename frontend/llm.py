@@ -15,6 +15,7 @@ from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.live_requests import News
+from depthbatch.frontend.loading_progress import LoadingProgress
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, RequestOutput
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.process_metrics import flat_stats
@@ -49,15 +50,20 @@ class LLM:
         resolve_model_dir(config.model)  # a wrong name costs nothing
         self._grammars = GrammarChecker(lambda: host_of(config.model, self.info))
         self._client = EngineClient(config)
+        loading = LoadingProgress(config.model)
+        if not quiet:
+            self._client.on_loading = loading
         try:
             self._client.launch()
             self.tokenizer, self.sampling_defaults = load_texts(config)  # while the worker loads the weights
             if self.tokenizer is not None:
                 self._client.encode = self.tokenizer.encode_bare
             self.info = self._client.wait_ready()
+            loading.close()
             if not quiet:
                 print_start(self.info, self.sampling_defaults)
         except BaseException:
+            loading.close()
             self._client.close()
             raise
 

@@ -28,6 +28,7 @@ from depthbatch.common.messages import (
     FrontendMessage,
     GetStats,
     Hello,
+    Loading,
     Rejected,
     SchedulerHeartbeat,
     SchedulerStats,
@@ -186,6 +187,8 @@ class SchedulerProcess:
                 self.worker.take_heartbeat(received.peer, heartbeat)
             case WorkerReady() as ready:
                 self._take_worker(received.peer, ready)
+            case Loading() as loading:
+                self.frontends.broadcast(loading)
             case Fatal() as fatal:
                 log.error("worker: %s", fatal.message)
                 self.worker.lose()

@@ -24,6 +24,7 @@ from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.select import default_block_size, select_backend
 from depthbatch.worker.device import GIB, KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
+from depthbatch.worker.models.checkpoint import Progress, no_progress
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.loader import load_model, read_spec
 from depthbatch.worker.models.tensor_parallel import ONE_RANK
@@ -51,17 +52,17 @@ class BuiltRunner(NamedTuple):
     info: EngineInfo
 
 
-def build_runner(config: EngineConfig) -> BuiltRunner:
-    """Loads, sizes, allocates, warms up, on every rank. Raises ConfigError or ModelError."""
+def build_runner(config: EngineConfig, progress: Progress = no_progress) -> BuiltRunner:
+    """Loads, sizes, allocates, warms up, on every rank; ``progress`` as of load_model. Raises ConfigError or ModelError."""
     if config.tensor_parallel_size == 1:
-        return _build(config, None)
+        return _build(config, None, progress)
     resolve_device(config.device, config.tensor_parallel_size)
     read_spec(config.model, config.dtype, config.load_format, config.max_loops, config.tensor_parallel_size)
     from depthbatch.worker.ranks import Leader  # torch.distributed, which one rank needs nothing of
 
     leader = Leader(config)
     try:
-        return _build(config, leader)
+        return _build(config, leader, progress)
     except BaseException:
         leader.close()
         raise
@@ -74,7 +75,7 @@ def build_rank(config: EngineConfig, ranks: "Ranks") -> PlainRunner:
     return runner
 
 
-def _build(config: EngineConfig, ranks: "Ranks | None") -> BuiltRunner:
+def _build(config: EngineConfig, ranks: "Ranks | None", progress: Progress = no_progress) -> BuiltRunner:
     device = resolve_device(config.device, config.tensor_parallel_size)
     if device.type == "cpu":
         log.info("%d CPU threads", set_threads(config.threads, config.tensor_parallel_size))
@@ -88,6 +89,7 @@ def _build(config: EngineConfig, ranks: "Ranks | None") -> BuiltRunner:
             r_max=config.max_loops,
             state_init=config.state_init,
             parallel=ONE_RANK if ranks is None else ranks.parallel,
+            progress=progress,
         )
     except Exception as error:
         if not is_out_of_memory(error):

@@ -10,6 +10,7 @@ import select
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ from depthbatch.common.messages import (
     WIRE_VERSION,
     EngineInfo,
     Fatal,
+    Loading,
     Shutdown,
     StageBatch,
     WorkerCommand,
@@ -36,6 +38,7 @@ from depthbatch.worker.runner.stage_input import StageError
 from depthbatch.worker.runner.stage_io import LaunchedStage, StageRunner
 
 HEARTBEAT_S = 0.5
+LOADING_S = 0.2
 SPIN_S = 100e-6  # the kernel may wake us this late; the rest of a wait is spun
 log = get_logger("worker")
 
@@ -161,8 +164,8 @@ def _frames(header: StageBatch, frames: list[bytes]) -> tuple[Int32Array, Int32A
     return arrays[0], arrays[1] if header.n_slot_params else None
 
 
-def build(config: EngineConfig) -> tuple[StageRunner, EngineInfo]:
-    """The device the configuration asks for. torch is imported only where it is needed."""
+def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[StageRunner, EngineInfo]:
+    """The device the configuration asks for; ``progress`` is told of bytes of weights. torch is imported only where it is needed."""
     from depthbatch.worker import simulated
 
     fault_points.reach("worker.load")
@@ -174,7 +177,21 @@ def build(config: EngineConfig) -> tuple[StageRunner, EngineInfo]:
         return runner, info
     from depthbatch.worker.build import build_runner
 
-    return build_runner(config)
+    return build_runner(config, progress)
+
+
+class LoadingTeller:
+    """Tells the scheduler how far loading is: at its end, and before at most every LOADING_S."""
+
+    def __init__(self, link: Dealer) -> None:
+        self._link = link
+        self._next_s = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s or done == total:
+            self._next_s = now_s + LOADING_S
+            self._link.send(Loading(done, total))
 
 
 def run_worker(run_dir: str, config_json: str) -> int:
@@ -183,7 +200,7 @@ def run_worker(run_dir: str, config_json: str) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = WorkerLink(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerCommand)
     try:
-        runner, info = build(EngineConfig.from_json(config_json))
+        runner, info = build(EngineConfig.from_json(config_json), LoadingTeller(link))
         link.send(WorkerReady(os.getpid(), info, WIRE_VERSION))
         log.info("ready: %s on %s", info.model, info.device)
         WorkerLoop(link, runner).run()

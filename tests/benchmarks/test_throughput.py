@@ -102,7 +102,7 @@ def test_bad_policies_are_named(bad: str) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ([], "exit depths: drawn (1: "),
+        ([], "exit depths: drawn (2: 50%, 3: 40%, 4: 10%; "),
         (
             ["--exits", '{"2": 3, "4": 1}'],
             "exit depths: drawn (2: 75%, 4: 25%; --exits), not chosen by the model's gate",
@@ -171,7 +171,12 @@ def test_drafts_on_a_simulated_device(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     options = ["--device", f"simulated:{tiny_profile(tmp_path)}", "--workload", "alpaca", "--requests", "4", "--w", "2"]
     drafts = ["--speculation", "2", "--draft-depth", "1", "--kv-layout", "last_exited", "--acceptance", "0.6"]
-    assert run_throughput(arguments(*options, *drafts, "--exits", '{"2": 1}', "--output", str(output))) == 0
+    assert (
+        run_throughput(
+            arguments(*options, *drafts, "--policy", "refill", "--exits", '{"2": 1}', "--output", str(output))
+        )
+        == 0
+    )
     record = json.loads(output.read_text())
     assert (record["policy"], record["mean_depth"], record["requests_finished"]) == ("refill", 2.0, 4)
     assert record["acceptance"] == pytest.approx(0.6, abs=0.2) and 0 < record["draft_lanes_mean"] <= 2

@@ -223,7 +223,11 @@ def test_async_engine_and_native_api(tmp_path: Path) -> None:
         client.close()
 
     async def main() -> None:
-        async with AsyncEngine(quiet=True, run_dir=str(tmp_path / "run"), **OPTIONS) as engine:
+        loading: list[tuple[int, int]] = []
+        engine = AsyncEngine(quiet=True, run_dir=str(tmp_path / "run"), **OPTIONS)
+        engine._client.on_loading = lambda done, total: loading.append((done, total))
+        async with engine:
+            assert loading and loading == sorted(loading) and 0 < loading[0][0] <= loading[0][1] < 1 << 30
             assert engine.run_dir == str(tmp_path / "run")
             api = ZmqApi(engine, endpoint(tmp_path, "api"))
             try:

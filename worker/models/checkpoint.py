@@ -5,6 +5,8 @@ one by one, so that no second copy of the model exists while it is built.
 """
 
 import math
+import re
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +40,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelError(f"{path}: must hold a JSON object, holds a {type(values).__name__}")
     return values
+
+
+Progress = Callable[[int, int], None]
+
+
+def no_progress(done: int, total: int) -> None:
+    """For whoever has nobody to tell."""
 
 
 class Checkpoint:
@@ -85,6 +94,11 @@ class Checkpoint:
                 raise ModelError(f"{file}: cannot be read as safetensors ({error})") from None
         return self._handles[file]
 
+    def num_bytes(self, name: str) -> int:
+        """Of a stored tensor, as it is stored."""
+        part = self._open(self.file_of[name]).get_slice(name)
+        return int(math.prod(part.get_shape())) * _bits(part.get_dtype()) // 8
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a stored tensor."""
         return tuple(self._open(self.file_of[name]).get_slice(name).get_shape())
@@ -103,6 +117,12 @@ class Checkpoint:
     def first_dtype(self) -> str:
         """Type name of the first tensor, as torch spells it."""
         return str(self.tensor(min(self.file_of)).dtype)
+
+
+def _bits(dtype: str) -> int:
+    """Of a type as safetensors writes it: F32, BF16, F8_E4M3, BOOL."""
+    digits = re.match(r"[A-Z]+(\d+)", dtype)
+    return int(digits[1]) if digits else 8
 
 
 def _read_index(path: Path) -> dict[str, Path]:
@@ -157,7 +177,8 @@ def _and_more(names: list[str]) -> str:
 
 
 class CheckpointSource:
-    """Hands out checked tensors of a checkpoint on a device; of those in ``splits`` the rank's share."""
+    """Hands out checked tensors of a checkpoint on a device; of those in ``splits`` the rank's share. ``progress`` is told
+    of bytes read, and of how many."""
 
     def __init__(
         self,
@@ -166,7 +187,11 @@ class CheckpointSource:
         device: torch.device,
         splits: Splits = MappingProxyType({}),
         parallel: TensorParallel = ONE_RANK,
+        progress: Progress = no_progress,
     ) -> None:
+        self._progress = progress
+        self._done = 0
+        self._total = sum(map(checkpoint.num_bytes, checkpoint.file_of))
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
@@ -183,6 +208,8 @@ class CheckpointSource:
         tensor = stored.to(self._device, dtype or self._dtype).contiguous()
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # one pass; NaN and infinity both survive a sum
             raise ModelError(f"{self._checkpoint.file_of[name]}: tensor '{name}' holds NaN or infinite values")
+        self._done += self._checkpoint.num_bytes(name)
+        self._progress(min(self._done, self._total), self._total)
         return tensor
 
 

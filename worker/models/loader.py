@@ -16,7 +16,9 @@ from depthbatch.worker.models.checkpoint import (
     Checkpoint,
     CheckpointSource,
     DummySource,
+    Progress,
     check_names_and_shapes,
+    no_progress,
     read_json,
 )
 from depthbatch.worker.models.config_reader import ConfigReader
@@ -148,6 +150,7 @@ def load_model(
     r_max: int | None = None,
     state_init: str = "zero",
     parallel: TensorParallel = ONE_RANK,
+    progress: Progress = no_progress,
 ) -> LoopedModel:
     """A model with its weights on ``device``.
 
@@ -160,6 +163,7 @@ def load_model(
         r_max: loops of a full-depth token; None is the model's own.
         state_init: 'zero' or 'seeded', for models with a recurrent state of their own.
         parallel: the rank whose share is loaded.
+        progress: told of the bytes of weights that are read, and of how many there are.
 
     Raises ModelError for anything wrong with the directory, ConfigError for a bad option.
     """
@@ -176,7 +180,7 @@ def load_model(
     else:
         checkpoint = Checkpoint(model_dir.path)
         optional = check_names_and_shapes(checkpoint, table)
-        source = CheckpointSource(checkpoint, spec.dtype, device, table.splits, parallel)
+        source = CheckpointSource(checkpoint, spec.dtype, device, table.splits, parallel, progress)
     tables = model_dir.family.side_tensors(model_dir.config)
     side = {name: _side_tensors(model_dir.side_path(name), tables[name], device) for name in model_dir.side_files}
     inputs = BuildInputs(source.take, optional, side, device, state_init, parallel)
