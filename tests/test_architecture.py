@@ -153,6 +153,9 @@ def run_python(code: str) -> "subprocess.CompletedProcess[str]":
     [
         ("depthbatch.scheduler.process", ("torch", "transformers", "tokenizers")),
         ("depthbatch.worker.__main__", ("torch",)),
+        ("depthbatch.worker.rank", ("torch",)),
+        ("depthbatch.worker.rank_processes", ("torch",)),
+        ("depthbatch.worker.build", ("torch._dynamo", "depthbatch.worker.ranks")),
         ("depthbatch.frontend.llm", ("torch", "transformers")),
         ("depthbatch.deploy.cli.main", ("torch", "transformers", "numpy", "zmq")),
     ],

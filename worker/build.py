@@ -26,7 +26,7 @@ from depthbatch.worker.attention.select import default_block_size, select_backen
 from depthbatch.worker.device import GIB, KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
 from depthbatch.worker.models.checkpoint import Progress, no_progress
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
-from depthbatch.worker.models.loader import load_model, read_spec
+from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.models.tensor_parallel import ONE_RANK
 from depthbatch.worker.runner.accelerator import CudaAccelerator
 from depthbatch.worker.runner.overlapped import OverlappedRunner
@@ -39,6 +39,7 @@ from depthbatch.worker.sampling.logprobs import num_likeliest
 from depthbatch.worker.slots import SlotState
 
 if TYPE_CHECKING:
+    from depthbatch.worker.rank_processes import RankProcesses
     from depthbatch.worker.ranks import Ranks
 
 WARM_UP_TOKENS = 4
@@ -52,19 +53,23 @@ class BuiltRunner(NamedTuple):
     info: EngineInfo
 
 
-def build_runner(config: EngineConfig, progress: Progress = no_progress) -> BuiltRunner:
-    """Loads, sizes, allocates, warms up, on every rank; ``progress`` as of load_model. Raises ConfigError or ModelError."""
+def build_runner(
+    config: EngineConfig, progress: Progress = no_progress, processes: "RankProcesses | None" = None
+) -> BuiltRunner:
+    """Loads, sizes, allocates, warms up, on every rank; ``progress`` as of load_model, of this rank. ``processes``: those
+    of the other ranks, where they have been started. Raises ConfigError or ModelError."""
     if config.tensor_parallel_size == 1:
         return _build(config, None, progress)
-    resolve_device(config.device, config.tensor_parallel_size)
-    read_spec(config.model, config.dtype, config.load_format, config.max_loops, config.tensor_parallel_size)
+    from depthbatch.worker.rank_processes import RankProcesses
     from depthbatch.worker.ranks import Leader  # torch.distributed, which one rank needs nothing of
 
-    leader = Leader(config)
+    processes = processes or RankProcesses(config)
     try:
-        return _build(config, leader, progress)
-    except BaseException:
-        leader.close()
+        return _build(config, Leader(config, processes), progress)
+    except BaseException as error:
+        if isinstance(error, RuntimeError | OSError | EOFError):
+            processes.wait_for_the_watch()
+        processes.close()
         raise
 
 

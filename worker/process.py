@@ -175,9 +175,14 @@ def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[S
         simulated.sharpen_timers()
         runner = simulated.SimulatedRunner(profile, info, config.max_num_seqs, config.draft_acceptance)
         return runner, info
+    processes = None
+    if config.tensor_parallel_size > 1:  # before torch is imported here, so that all ranks import it at the same time
+        from depthbatch.worker.rank_processes import RankProcesses
+
+        processes = RankProcesses(config)
     from depthbatch.worker.build import build_runner
 
-    return build_runner(config, progress)
+    return build_runner(config, progress, processes)
 
 
 class LoadingTeller:

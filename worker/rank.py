@@ -14,7 +14,8 @@ def main() -> int:
     from depthbatch.common.errors import DepthbatchError
     from depthbatch.common.logging import setup_logging
     from depthbatch.worker.build import build_rank
-    from depthbatch.worker.ranks import Channel, Follower, fail
+    from depthbatch.worker.rank_processes import Channel
+    from depthbatch.worker.ranks import Follower
 
     setup_logging(f"rank{rank}")
     die_with_threads()
@@ -24,7 +25,7 @@ def main() -> int:
     try:
         runner = build_rank(config, follower)
     except DepthbatchError as error:
-        fail(channel, error)
+        follower.fail(error)
         return 0
     follower.run(runner)
     return 0

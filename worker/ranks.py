@@ -5,21 +5,13 @@ of each stage, in order; a rank that waits there waits in the kernel, however lo
 is computed. A rank that dies takes rank 0 with it, and the kernel ends the others with rank 0.
 """
 
-import atexit
 import contextlib
 import os
-import select
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +25,7 @@ from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import MessageDecoder, StageBatch, encode
 from depthbatch.worker.device import KVPlan
 from depthbatch.worker.models.tensor_parallel import TensorParallel
+from depthbatch.worker.rank_processes import Channel, RankProcesses
 from depthbatch.worker.runner.plain import PlainRunner
 from depthbatch.worker.runner.ranked import FollowingStages, LeadingRunner, LeadingStages, all_reduce
 from depthbatch.worker.runner.stage_input import StageLimits
@@ -55,29 +48,6 @@ class Begin(msgspec.Struct):
 
     plan: KVPlan
     store: str  # file by which the ranks find each other
-
-
-class Channel:
-    """Whole messages over a socket pair."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._file: Any = end.makefile("rwb")
-        end.close()  # the file keeps the connection
-
-    def send(self, *messages: bytes) -> None:
-        """Waits while the other side has much to read. Raises OSError when it has gone."""
-        for message in messages:
-            self._file.write(len(message).to_bytes(8, "little"))
-            self._file.write(message)
-        self._file.flush()
-
-    def receive(self) -> bytes:
-        """Waits for the next message. Raises EOFError when the other side has gone."""
-        head = self._file.read(8)
-        data: bytes = self._file.read(size := int.from_bytes(head, "little"))
-        if len(head) < 8 or len(data) < size:
-            raise EOFError
-        return data
 
 
 class Ranks(ABC):
@@ -107,39 +77,13 @@ class Leader(Ranks):
 
     stages = LeadingStages
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Starts the others, which load their share meanwhile. The calling thread must live as long as they do."""
+    def __init__(self, config: EngineConfig, processes: RankProcesses) -> None:
         self.parallel = TensorParallel(0, config.tensor_parallel_size, all_reduce)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._channels: dict[int, Channel] = {}
-        for rank in range(1, self.parallel.size):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._processes[rank] = subprocess.Popen(
-                    [*self.program(), str(theirs.fileno()), str(rank), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    process_group=0,  # they end with rank 0 and in no other way: signals to its group are not for them
-                )
-            self._channels[rank] = Channel(ours)
-            self._channels[rank].send(config.to_json().encode())
-        self._closing = False
-        self._watch = Thread(target=self._end_with_the_first, name="ranks", daemon=True)
-        self._watch.start()
-        atexit.register(self.close)
-
-    @staticmethod
-    def program() -> list[str]:
-        """What runs as another rank, without its arguments."""
-        return [sys.executable, "-P", "-m", "depthbatch.worker.rank"]
+        self._processes = processes
 
     def plan(self, make: MakePlan, free_bytes: int) -> KVPlan:
-        for channel in self._channels.values():
-            try:
-                loaded = msgspec.json.decode(channel.receive(), type=Loaded)
-            except EOFError:
-                self._wait_for_the_watch()
-                raise
+        for channel in self._processes.channels.values():
+            loaded = msgspec.json.decode(channel.receive(), type=Loaded)
             if loaded.error:
                 raise ModelError(loaded.error)
             free_bytes = min(free_bytes, loaded.free_bytes)
@@ -147,7 +91,7 @@ class Leader(Ranks):
         directory = tempfile.mkdtemp(prefix="depthbatch-ranks-")  # for this moment only, 0700
         try:
             begin = Begin(plan, str(Path(directory, "store")))
-            for channel in self._channels.values():
+            for channel in self._processes.channels.values():
                 channel.send(msgspec.json.encode(begin))
             join(begin.store, self.parallel)
         finally:
@@ -158,39 +102,13 @@ class Leader(Ranks):
     def runner(
         self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None
     ) -> PlainRunner:
-        return LeadingRunner(stages, limits, device, grammars, self._tell, self._wait_for_the_watch)
-
-    def close(self) -> None:
-        """Ends the others; doing it twice is fine."""
-        self._closing = True
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
+        return LeadingRunner(stages, limits, device, grammars, self._tell, self._processes.wait_for_the_watch)
 
     def _tell(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> None:
         parts = [frame] if slot_params is None else [frame, slot_params]
         messages = [encode(header), *(part.tobytes() for part in parts)]
-        for channel in self._channels.values():
+        for channel in self._processes.channels.values():
             channel.send(*messages)
-
-    def _wait_for_the_watch(self) -> None:
-        """What was asked of a rank fails a moment before the kernel tells that it is dead: time for the watch to say so."""
-        self._watch.join(1.0)
-
-    def _end_with_the_first(self) -> None:
-        """Ends this process when another rank ends: what it computes would wait for that one for ever."""
-        ranks = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
-        poll = select.poll()
-        for descriptor in ranks:
-            poll.register(descriptor, select.POLLIN)
-        [(descriptor, _), *_] = poll.poll()
-        if self._closing:
-            return
-        code = self._processes[ranks[descriptor]].wait()
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        log.critical("rank %d died (%s), and the worker with it", ranks[descriptor], how)
-        os._exit(1)
 
 
 class Follower(Ranks):
@@ -201,10 +119,12 @@ class Follower(Ranks):
     def __init__(self, channel: Channel, rank: int, size: int) -> None:
         self.parallel = TensorParallel(rank, size, all_reduce)
         self._channel = channel
+        self._joined = False
 
     def plan(self, make: MakePlan, free_bytes: int) -> KVPlan:
         self._channel.send(msgspec.json.encode(Loaded(free_bytes)))
         begin = msgspec.json.decode(self._channel.receive(), type=Begin)
+        self._joined = True
         join(begin.store, self.parallel)
         return begin.plan
 
@@ -223,13 +143,14 @@ class Follower(Ranks):
                 frames = [self._channel.receive() for _ in range(2 if header.n_slot_params else 1)]
                 runner.launch(header, *(np.frombuffer(frame, np.int32) for frame in frames))
 
-
-def fail(channel: Channel, error: DepthbatchError) -> None:
-    """Tells rank 0 what is wrong, which is its to report, and waits for its end."""
-    channel.send(msgspec.json.encode(Loaded(error=str(error))))
-    with contextlib.suppress(EOFError):
-        while True:
-            channel.receive()
+    def fail(self, error: DepthbatchError) -> None:
+        """Tells rank 0, whose error it then is, and waits for its end. Where rank 0 may wait in a collective already, the
+        end of this process is what it notices."""
+        if self._joined:
+            raise error
+        self._channel.send(msgspec.json.encode(Loaded(error=str(error))))
+        with contextlib.suppress(EOFError):
+            self._channel.receive()
 
 
 def join(store: str, parallel: TensorParallel) -> None:

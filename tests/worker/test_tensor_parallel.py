@@ -6,8 +6,10 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +21,9 @@ from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
+from depthbatch.worker import ranks
 from depthbatch.worker.build import build_runner
+from depthbatch.worker.device import KVPlan
 from depthbatch.worker.models.checkpoint import Checkpoint, CheckpointSource
 from depthbatch.worker.models.loader import load_model, open_model_dir
 from depthbatch.worker.models.tensor_parallel import TensorParallel
@@ -40,15 +44,15 @@ def test_shares_put_together_are_the_whole(path: Path) -> None:
     table = model_dir.family.tensors(model_dir.config)
     stored = load_file(path / "model.safetensors")
     checkpoint = Checkpoint(path)
-    ranks = [TensorParallel(rank, 2) for rank in range(2)]
-    sources = [CheckpointSource(checkpoint, torch.float32, torch.device("cpu"), table.splits, rank) for rank in ranks]
+    both = [TensorParallel(rank, 2) for rank in range(2)]
+    sources = [CheckpointSource(checkpoint, torch.float32, torch.device("cpu"), table.splits, rank) for rank in both]
     for name in table.required:
         shares = [source.take(name) for source in sources]
         if (split := table.splits.get(name)) is None:
             assert all(torch.equal(share, stored[name]) for share in shares)
             continue
         whole = torch.full_like(stored[name], torch.nan)
-        for rank, share in zip(ranks, shares, strict=True):
+        for rank, share in zip(both, shares, strict=True):
             assert share.is_contiguous() and share.numel() * 2 == whole.numel()
             parts = torch.split(share, [count * split.unit // 2 for count in split.counts], split.dim)
             for part, place in zip(parts, split.slices(rank), strict=True):
@@ -93,7 +97,7 @@ def test_degrees_that_do_not_divide_are_refused() -> None:
 
 
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any process is started; also where ``auto`` would choose it."""
+    """Also where ``auto`` would choose it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device in ("auto", "cuda"):
         with pytest.raises(ConfigError, match="tensor_parallel_size 2 needs device cpu"):
@@ -187,6 +191,31 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+class Told:
+    """A rank's channel that has loaded."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes, self.sent = free_bytes, list[bytes]()
+
+    def receive(self) -> bytes:
+        return msgspec.json.encode(ranks.Loaded(self.free_bytes))
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(message)
+
+
+def test_kv_memory_is_planned_once_for_the_least_that_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divided by the ranks, which share the machine; every rank gets rank 0's plan."""
+    monkeypatch.setattr(ranks, "join", lambda store, parallel: None)
+    others = {1: Told(900), 2: Told(600)}
+    processes: Any = SimpleNamespace(channels=others)
+    leader = ranks.Leader(EngineConfig.from_values({"tensor_parallel_size": 3}), processes)
+    plan = leader.plan(lambda free_bytes: KVPlan(free_bytes, 16, 1, 64), 700)
+    assert plan.num_blocks == 600 // 3
+    for told in others.values():
+        assert [msgspec.json.decode(message, type=ranks.Begin).plan for message in told.sent] == [plan]
 
 
 @pytest.mark.parametrize(("model", "kills"), [("demo", {6: 1, 30: 0}), ("demo-huginn", {})])
