@@ -20,6 +20,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
 from depthbatch.common.messages import (
     Fatal,
+    Loading,
     Shutdown,
     StageBatch,
     StageResult,
@@ -50,7 +51,7 @@ class Bench:
         self.children.append(child)
         return child
 
-    def receive(self, kind: type, skip: tuple[type, ...] = (WorkerHeartbeat,)) -> object:
+    def receive(self, kind: type, skip: tuple[type, ...] = (WorkerHeartbeat, Loading)) -> object:
         """The next message but ``skip``; it must be of ``kind``."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
