@@ -6,6 +6,7 @@ a limit is a closed connection, and no matter of any other.
 """
 
 import contextlib
+import select
 import socket
 import subprocess
 import sys
@@ -55,6 +56,31 @@ class Matcher:
             self._started = True
         return self._answer
 
+    @property
+    def descriptor(self) -> int:
+        """Readable when an answer has come, or the process has ended."""
+        return self._connection.fileno()
+
+    @property
+    def answered(self) -> bool:
+        """``mask`` would not wait."""
+        return not self._owed or bool(select.select([self._connection], [], [], 0)[0])
+
+    def fork(self) -> "Matcher":
+        """Of a grammar that is kept and has answered: a matcher for one text, whose first mask is made. Raises
+        GrammarError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(1.0)
+        with theirs:
+            try:
+                socket.send_fds(self._connection, [b"f"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise self._gone() from None
+        matcher = Matcher(ours)
+        matcher._started = True
+        return matcher
+
     def close(self) -> None:
         """Ends the process, at once or when what it computes ends; doing it twice is fine."""
         self._connection.close()
@@ -86,10 +112,11 @@ class Matcher:
         return GrammarError(f"{what} of CPU time or {MEMORY_BYTES >> 20} MiB, or crashed")
 
     @classmethod
-    def start(cls, connection: socket.socket, grammar: str, trial: bool) -> "Matcher":
-        """Sends the grammar; ``trial``: also take a step, to see whether it can be taken. Raises GrammarError."""
+    def start(cls, connection: socket.socket, grammar: str, mode: bytes) -> "Matcher":
+        """Sends the grammar. ``mode``: m for a text, p also to take a step, to see whether it can be taken, k to be kept
+        for ``fork``. Raises GrammarError."""
         matcher = cls(connection)
-        matcher._send(b"p" if trial else b"m")
+        matcher._send(mode)
         data = grammar.encode()
         for start in range(0, len(data), _PIECE):
             last = start + _PIECE >= len(data)
@@ -145,9 +172,9 @@ class GrammarHost:
     def ready_matcher(self, grammar: str) -> Matcher:
         """One whose first answer also tells whether a step can be taken. Waits for the program. Raises GrammarError."""
         self.wait_ready()
-        return self.matcher(grammar, trial=True)
+        return self.matcher(grammar, b"p")
 
-    def matcher(self, grammar: str, trial: bool = False) -> Matcher:
+    def matcher(self, grammar: str, mode: bytes = b"m") -> Matcher:
         """Starts compiling. Never waits for the program, which is started again if it has died: what is asked of it
         before it is ready may come too late. Raises GrammarError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -159,7 +186,7 @@ class GrammarHost:
                     ours.close()
                     raise GrammarError("the grammar host did not start")
         try:
-            return Matcher.start(ours, grammar, trial)
+            return Matcher.start(ours, grammar, mode)
         except BaseException:
             ours.close()
             raise

@@ -139,7 +139,7 @@ def _first_line(message: str) -> str:
 
 
 def serve(connection: socket.socket, tokenizer: LLTokenizer) -> None:
-    """Answers for one grammar until its owner is gone."""
+    """Answers for one grammar until its owner is gone; one that is kept (mode k) has a process forked for every text."""
     connection.setblocking(True)
     _limit_memory()
     try:
@@ -151,6 +151,10 @@ def serve(connection: socket.socket, tokenizer: LLTokenizer) -> None:
         if message == b"p":
             matcher.try_a_step(mask)
         connection.send(ALLOWED + mask)
+        if message == b"k":
+            _limit_cpu(0)
+            connection = _text_of(connection)
+            connection.send(ALLOWED + mask)
         while message := connection.recv(MAX_MESSAGE):
             tokens = list(memoryview(message).cast("i"))
             for start in range(0, len(tokens), TOKENS_A_STEP):
@@ -159,6 +163,21 @@ def serve(connection: socket.socket, tokenizer: LLTokenizer) -> None:
             connection.send(ENDED if matcher.ended else ALLOWED + matcher.mask())
     except GrammarFailure as failure:
         connection.send(FAILED + str(failure).encode("utf-8", "replace"))
+
+
+def _text_of(connection: socket.socket) -> socket.socket:
+    """In a process of a text's own: its connection. The process that is kept ends here with its owner."""
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if not data:
+            os._exit(0)
+        for descriptor in descriptors:
+            text = socket.socket(fileno=descriptor)
+            with contextlib.suppress(OSError):
+                if os.fork() == 0:
+                    connection.close()
+                    return text
+            text.close()
 
 
 def _receive_grammar(connection: socket.socket) -> str:

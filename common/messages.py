@@ -6,8 +6,8 @@ unpickled and no type name is taken from the wire.
 
     frontend -> scheduler   FrontendMessage      hello, submit, abort, stats, shutdown
     scheduler -> frontend   SchedulerMessage     loading, engine ready, tokens, rejected, heartbeat, stats, fatal
-    scheduler -> worker     WorkerCommand        stage batch (+ frames), shutdown
-    worker -> scheduler     WorkerMessage        loading, worker ready, stage result, heartbeat, fatal
+    scheduler -> worker     WorkerCommand        prepare grammar, stage batch (+ frames), shutdown
+    worker -> scheduler     WorkerMessage        loading, worker ready, grammar prepared, stage result, heartbeat, fatal
 """
 
 import zlib
@@ -301,7 +301,14 @@ class StageBatch(Message, frozen=True):
     extra: StageExtra | None = None  # prefill and prelude only
 
 
-WorkerCommand = StageBatch | Shutdown
+class PrepareGrammar(Message, frozen=True):
+    """The request is kept back until GrammarPrepared answers: its stages must not wait for a compiler."""
+
+    request_id: int
+    grammar: str
+
+
+WorkerCommand = StageBatch | PrepareGrammar | Shutdown
 
 
 # --- worker -> scheduler
@@ -311,6 +318,13 @@ class WorkerReady(Message, frozen=True):
     pid: int
     info: EngineInfo
     wire_version: str
+
+
+class GrammarPrepared(Message, frozen=True):
+    """The request's grammar has its first mask; with a ``failure``, never will."""
+
+    request_id: int
+    failure: str = ""
 
 
 class RowFailure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -344,7 +358,7 @@ class WorkerHeartbeat(Message, frozen=True):
     idle_no_work_s: float
 
 
-WorkerMessage = Loading | WorkerReady | StageResult | WorkerHeartbeat | Fatal
+WorkerMessage = Loading | WorkerReady | GrammarPrepared | StageResult | WorkerHeartbeat | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -2,7 +2,17 @@
 
 from collections.abc import Iterable
 
-from depthbatch.common.messages import EngineReady, Fatal, Message, Shutdown, TokenEvent, Tokens, WorkerHeartbeat
+from depthbatch.common.messages import (
+    EngineReady,
+    Fatal,
+    Message,
+    PrepareGrammar,
+    Shutdown,
+    Submit,
+    TokenEvent,
+    Tokens,
+    WorkerHeartbeat,
+)
 from depthbatch.common.stats import WorkerStats
 from depthbatch.common.transport import Router
 from depthbatch.scheduler.stage_batch import ScheduledStage
@@ -97,6 +107,13 @@ class WorkerPeer:
             return
         frames = (stage.frame,) if stage.slot_params is None else (stage.frame, stage.slot_params)
         if not self.link.send(self.peer, stage.header, *frames):
+            self.peer = None
+
+    def prepare(self, submit: Submit) -> None:
+        """Has the request's grammar compiled; a worker that cannot be reached is lost, and the next one is asked."""
+        if self.peer is not None and not self.link.send(
+            self.peer, PrepareGrammar(submit.request_id, submit.params.grammar)
+        ):
             self.peer = None
 
     def send_shutdown(self) -> None:

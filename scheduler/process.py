@@ -27,6 +27,7 @@ from depthbatch.common.messages import (
     Fatal,
     FrontendMessage,
     GetStats,
+    GrammarPrepared,
     Hello,
     Loading,
     Rejected,
@@ -71,6 +72,14 @@ class Stopped(Exception):
         self.status = status
 
 
+class Held(NamedTuple):
+    """A request whose grammar the worker prepares; the core knows nothing of it yet."""
+
+    peer: bytes
+    submit: Submit
+    since_s: float
+
+
 class SchedulerProcess:
     """Owns both sockets and the core. Run directory and options are given; the core exists once a worker is ready."""
 
@@ -89,6 +98,7 @@ class SchedulerProcess:
         self._next_heartbeat_s = 0.0
         self._last_progress_s = time.monotonic()
         self._draining = False
+        self._held: dict[int, Held] = {}  # by request id
 
     # --- the loop
 
@@ -155,7 +165,7 @@ class SchedulerProcess:
             if now >= self._next_heartbeat_s:
                 self._next_heartbeat_s = now + HEARTBEAT_S
                 self.frontends.broadcast(self._heartbeat(now))
-        if self._draining and (self.core is None or not self.core.num_unfinished):
+        if self._draining and not self._held and (self.core is None or not self.core.num_unfinished):
             raise Stopped(0)
 
     def close(self) -> None:
@@ -183,6 +193,8 @@ class SchedulerProcess:
                 return self.core.complete(result, self._last_progress_s)
             case StageResult():
                 self.worker.stale_results += 1
+            case GrammarPrepared(request_id, failure) if received.peer == self.worker.peer:
+                self._grammar_prepared(request_id, failure)
             case WorkerHeartbeat() as heartbeat:
                 self.worker.take_heartbeat(received.peer, heartbeat)
             case WorkerReady() as ready:
@@ -211,6 +223,8 @@ class SchedulerProcess:
             raise DepthbatchError("the restarted worker is not the same engine (KV blocks or buckets differ)")
         else:
             self.core.recover()
+        for held in self._held.values():
+            self.worker.prepare(held.submit)
         log.info("worker %d is ready: %d KV blocks", ready.pid, config.usable_blocks)
         self.frontends.worker_failure = None
         self.frontends.ready = EngineReady(ready.info)
@@ -224,6 +238,8 @@ class SchedulerProcess:
                 for submit in requests:
                     self._submit(received.peer, submit)
             case Abort(request_id):
+                if request_id in self._held and self._held[request_id].peer == received.peer:
+                    del self._held[request_id]
                 if self.core is not None and self.frontends.owns(received.peer, request_id):
                     self.core.abort(request_id)
             case Hello(wire_version):
@@ -240,17 +256,34 @@ class SchedulerProcess:
                 self._draining = True
 
     def _submit(self, peer: bytes, submit: Submit) -> None:
-        refusal: Rejected | None
         if self.core is None or self._draining:
-            refusal = Rejected(submit.request_id, "the engine is stopping" if self._draining else "no worker is ready")
+            reason = "the engine is stopping" if self._draining else "no worker is ready"
+            self.frontends.send(peer, Rejected(submit.request_id, reason))
+        elif submit.params.grammar:
+            self._held[submit.request_id] = Held(peer, submit, time.monotonic())
+            self.worker.prepare(submit)
         else:
-            if not self.core.num_in_flight and not self.core.num_unfinished:
-                self._last_progress_s = time.monotonic()
-            refusal = self.core.submit(submit, time.monotonic())
+            self._admit(self.core, peer, submit)
+
+    def _admit(self, core: Scheduler, peer: bytes, submit: Submit) -> None:
+        if not core.num_in_flight and not core.num_unfinished:
+            self._last_progress_s = time.monotonic()
+        refusal = core.submit(submit, time.monotonic())
         if refusal is None:
             self.frontends.assign(peer, submit.request_id)
         else:
             self.frontends.send(peer, refusal)
+
+    def _grammar_prepared(self, request_id: int, failure: str) -> None:
+        """The request is admitted, or refused; one that was aborted meanwhile is neither."""
+        held = self._held.pop(request_id, None)
+        if held is None or self.core is None:
+            return
+        if failure:
+            kind = held.submit.params.grammar.partition(":")[0]
+            self.frontends.send(held.peer, Rejected(request_id, f"{kind}: {failure}", kind))
+        else:
+            self._admit(self.core, held.peer, held.submit)
 
     # --- figures
 
@@ -269,13 +302,17 @@ class SchedulerProcess:
     def _heartbeat(self, now: float) -> SchedulerHeartbeat:
         steps = running = waiting = 0
         if self.core is not None:
-            steps, running, waiting = self.core.counters.steps, self.core.num_running, self.core.num_waiting
+            steps, running, waiting = (
+                self.core.counters.steps,
+                self.core.num_running,
+                self.core.num_waiting + len(self._held),
+            )
         age_s, worker = self._oldest_work_age_s(now), self.worker
         return SchedulerHeartbeat(steps, age_s, worker.pid, worker.steps, running, waiting)
 
     def _oldest_work_age_s(self, now: float) -> float:
         if self.core is None or not self.core.num_unfinished:
-            return 0.0
+            return now - min((held.since_s for held in self._held.values()), default=now)
         dispatched_s = self.core.oldest_dispatch_s()
         return now - (self._last_progress_s if dispatched_s is None else max(dispatched_s, self._last_progress_s))
 

@@ -10,7 +10,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -27,6 +27,7 @@ from depthbatch.common.messages import (
     EngineInfo,
     Fatal,
     Loading,
+    PrepareGrammar,
     Shutdown,
     StageBatch,
     WorkerCommand,
@@ -49,9 +50,10 @@ class WorkerLink(Dealer):
     def on_decode_error(self, peer: bytes, error: DecodeError) -> None:
         raise error
 
-    def wait(self, until_s: float, completions: int | None) -> bool:
-        """Blocks until a command is there (True), or the clock says ``until_s`` or a stage has finished (False)."""
-        descriptors: list[Any] = [self.socket] if completions is None else [self.socket, completions]
+    def wait(self, until_s: float, completions: int | None, others: Sequence[int] = ()) -> bool:
+        """Blocks until a command is there (True), or the clock says ``until_s``, a stage has finished or one of ``others``
+        is readable (False)."""
+        descriptors: list[Any] = [self.socket, *others] if completions is None else [self.socket, completions, *others]
         while True:
             # The descriptor only signals changes, so the state is asked for before every sleep.
             if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -63,6 +65,8 @@ class WorkerLink(Dealer):
                 readable, _, _ = select.select(descriptors, [], [], left_s - SPIN_S)
                 if completions is not None and completions in readable:
                     os.eventfd_read(completions)
+                    return False
+                if others and not set(others).isdisjoint(readable):
                     return False
 
 
@@ -108,14 +112,17 @@ class WorkerLoop:
         while True:
             self._send_finished()
             self._heartbeat()
-            if not self._link.wait(self._wake_s(), self._runner.completions):
+            if not self._link.wait(self._wake_s(), self._runner.completions, self._send_prepared()):
                 continue
             received = self._link.receive()
             if received is None:
                 continue
             if isinstance(received.message, Shutdown):
                 break
-            self._launch(received)
+            if isinstance(received.message, PrepareGrammar):
+                self._prepare(received.message)
+            else:
+                self._launch(received)
         while self._in_flight:
             self._send_oldest()
 
@@ -131,6 +138,21 @@ class WorkerLoop:
         frame, slot_params = _frames(header, received.frames)
         fault_points.reach("worker.stage", (header, frame))
         self._in_flight.append(self._runner.launch(header, frame, slot_params))
+
+    def _prepare(self, command: PrepareGrammar) -> None:
+        grammars = self._runner.grammars
+        if grammars is None:
+            raise StageError(f"request {command.request_id}: this worker has no grammars")
+        grammars.prepare(command.request_id, command.grammar)
+
+    def _send_prepared(self) -> list[int]:
+        """Says which grammars are ready; what gets readable when others are."""
+        grammars = self._runner.grammars
+        if grammars is None:
+            return []
+        for prepared in grammars.take_prepared():
+            self._link.send(prepared)
+        return grammars.descriptors()
 
     def _send_finished(self) -> None:
         while self._in_flight and self._runner.finished(self._in_flight[0]):

@@ -89,6 +89,7 @@ class SimulatedRunner:
     """StageRunner that only lets time pass. The caller waits; ``read`` expects the stage's end to have come."""
 
     completions: int | None = None
+    grammars = None
 
     def __init__(
         self, profile: DeviceProfile, info: EngineInfo, max_num_seqs: int, draft_acceptance: float | None = None

@@ -8,30 +8,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from depthbatch.common import grammar_program
 from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError
 from depthbatch.common.grammar_host import GrammarError, GrammarHost
+from depthbatch.common.grammar_limits import TOKENS_A_STEP
 from depthbatch.common.messages import GrammarStart
 from depthbatch.frontend import grammar
 from depthbatch.frontend.async_engine import AsyncEngine
-from depthbatch.frontend.grammar import GrammarChecker, canonical_constraint, grammar_text
+from depthbatch.frontend.grammar import GrammarChecker
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.worker.sampling.grammar_matchers import Grammars
+from fakes.grammars import allowed, failures_of, matchers_of, text_of
 from fakes.serving_engine import demo_host
 
 EMOJI = "\N{GRINNING FACE}"
-
-
-def text_of(field: str, value: Any) -> str:
-    """The grammar of one field, as a request would give it."""
-    return grammar_text(*canonical_constraint(**{"json_schema": None, "regex": None, "choice": None, field: value}))
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +42,6 @@ def grammars() -> Iterator[Grammars]:
     assert grammars.ready()
     yield grammars
     grammars.close()
-
-
-def allowed(grammars: Grammars, slot: int) -> list[int]:
-    """Tokens of the slot's mask."""
-    return np.flatnonzero(np.unpackbits(grammars.masks([slot]).view(np.uint8)[0], bitorder="little")).tolist()
-
-
-def failures_of(grammars: Grammars, slots: list[int]) -> dict[int, str]:
-    """What a stage that gives these slots a token tells, by slot."""
-    stage: Any = SimpleNamespace(given=np.array(slots, np.int32))
-    return {slots[failure.row]: failure.reason for failure in grammars.take_failures(stage)}
 
 
 HOSTILE: dict[str, tuple[str, Any]] = {
@@ -355,33 +339,26 @@ def test_nothing_is_left_of_a_host() -> None:
     assert not os.path.exists(f"/proc/{children[0]}")
 
 
-def matchers_of(host: GrammarHost) -> list[int]:
-    """Process ids, in the order of their start."""
-    assert host._process is not None
-    pid = host._process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 FAULTY = """
 import os, signal, sys, time
 from depthbatch.common import grammar_program
 class Faulty(grammar_program.Matcher):
     def __init__(self, tokenizer, grammar):
-        super().__init__(tokenizer, "regex:[0-9]{3}")
+        super().__init__(tokenizer, "regex:" + (grammar.split() + ["[0-9]{3}"])[2])
         self.fault = grammar
         if grammar.startswith("compile "):
             self.fail()
     def consume(self, tokens):
         super().consume(tokens)
-        self.fail()
-    def fail(self):
+        self.fail(max(1, len(tokens) / 64))
+    def fail(self, parts=1):
         kind, kept = self.fault.split()[1], []
         if kind == "panics":
             raise BaseException("a panic")
         if kind == "crashes":
             os.kill(os.getpid(), signal.SIGSEGV)
         spent = time.process_time()
-        while kind != "works" or time.process_time() < spent + 0.1:
+        while kind != "works" or time.process_time() < spent + 0.1 * parts:
             if kind == "fills":
                 kept.append(bytearray(1 << 20))
 grammar_program.Matcher = Faulty
@@ -423,6 +400,22 @@ def test_limits_of_cpu_time_are_each_steps_own(monkeypatch: pytest.MonkeyPatch) 
         assert matcher.mask(deadline) is not None
         matcher.tell([token])
     assert matcher.mask(deadline) is None  # three digits are all
+    again = host.matcher("compile works [0-9]{200}")  # of a sequence that is resumed
+    again.tell([20] * 3 * TOKENS_A_STEP)
+    assert again.mask(deadline) is not None
+    again.tell([20] * (200 - 3 * TOKENS_A_STEP))
+    assert again.mask(deadline) is None
+    host.close()
+
+
+def test_the_library_gives_up_by_its_own_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a slow machine's CPU time decides what is refused: the expressions that it may construct are limited."""
+    code = "import sys\nfrom depthbatch.common import grammar_program as program\n"
+    code += "program.COMPILE_CPU_S = program.STEP_CPU_S = 60.0\nprogram.main(sys.argv[1:])"
+    monkeypatch.setattr(GrammarHost, "program", staticmethod(lambda: [sys.executable, "-c", code]))
+    host = GrammarHost(*demo_host_arguments())
+    with pytest.raises(GrammarError, match="too many expressions"):
+        host.ready_matcher(text_of("regex", "(a{1000}){50}x")).mask(time.monotonic() + 50)
     host.close()
 
 

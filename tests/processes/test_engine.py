@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -236,6 +237,20 @@ def test_async_engine_and_native_api(tmp_path: Path) -> None:
                 await api.close()
 
     asyncio.run(main())
+
+
+def test_grammars_pass_through_the_processes() -> None:
+    """Prepared by the worker, held back by the scheduler, and followed, also by a worker that took another's place."""
+    params = SamplingParams(max_tokens=12, temperature=1.5, seed=3, regex="[0-9]{4}", exit_threshold=0.5)
+    with LLM("demo", quiet=True, max_num_seqs=2, kv_blocks=64) as llm:
+        first = [out.text for out in llm.generate(["1+2=", "say a=", "x", "y"], params)]
+        assert all(re.fullmatch("[0-9]{4}", text) for text in first)
+        stream = llm.stream(["1+2=", "say a=", "x", "y"], params)
+        deltas = [next(stream)]
+        os.kill(llm.health().processes["worker"].pid, signal.SIGKILL)
+        deltas += stream
+        joined = ["".join(delta.text for index, delta in deltas if index == place) for place in range(4)]
+        assert joined == first
 
 
 def test_frontend_of_another_version_ends_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,9 @@ from depthbatch.common.messages import (
     EngineReady,
     Fatal,
     GetStats,
+    GrammarPrepared,
     Hello,
+    PrepareGrammar,
     Rejected,
     RequestParams,
     SchedulerHeartbeat,
@@ -91,6 +93,7 @@ class FakeWorker:
         self.config = SchedulerConfig.resolve(OPTIONS, self.info)
         self.worker = PagedWorker(self.config)
         self.stages = 0
+        self.asked: list[int] = []  # requests whose grammars were to be prepared
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._guard, args=(run_dir, pid, die_after), daemon=True)
@@ -122,6 +125,12 @@ class FakeWorker:
             if isinstance(received.message, Shutdown):
                 break
             header = received.message
+            if isinstance(header, PrepareGrammar):
+                self.asked.append(header.request_id)
+                if header.grammar != "regex:later":
+                    failure = "nothing matches it" if header.grammar == "regex:bad" else ""
+                    link.send(GrammarPrepared(header.request_id, failure))
+                continue
             assert isinstance(header, StageBatch)
             frames = [np.frombuffer(frame, np.int32) for frame in received.frames]
             if header.stage != Stage.PREFILL:
@@ -210,6 +219,38 @@ def submit(request_id: int, tokens: int = 12, **params: object) -> Submit:
 def expected(request: Submit) -> list[int]:
     config = SchedulerConfig.resolve(OPTIONS, engine_info())
     return plain_decode(np.frombuffer(request.prompt, np.int32).tolist(), request.params, config).tokens
+
+
+def test_requests_wait_for_their_grammars(engine: Engine) -> None:
+    """A request whose grammar is being compiled has no stage; one that fails is refused by its field, one that is aborted
+    is forgotten, and a new worker is asked again. The others do not wait for it."""
+    worker = FakeWorker(engine.run_dir)
+    frontend = engine.frontend
+    frontend.until(lambda: frontend.of(EngineReady))
+    for request in (
+        submit(1, grammar="regex:later"),
+        submit(2, grammar="regex:later"),
+        submit(3, grammar="regex:bad"),
+        submit(4, grammar="regex:good"),
+        submit(5),
+    ):
+        frontend.link.send(request)
+    frontend.link.send(Abort(2))
+    frontend.until(lambda: len(frontend.finished()) == 2 and frontend.of(Rejected))
+    assert set(frontend.finished()) == {4, 5} and worker.asked == [1, 2, 3, 4]
+    (refused,) = frontend.of(Rejected)
+    assert (refused.request_id, refused.reason, refused.param) == (3, "regex: nothing matches it", "regex")
+    seen = len(frontend.of(SchedulerHeartbeat))
+    frontend.until(lambda: len(frontend.of(SchedulerHeartbeat)) > seen + 1)
+    beat = frontend.of(SchedulerHeartbeat)[-1]
+    assert beat.num_waiting == 1 and beat.oldest_work_age_s > 0
+    worker.stop()
+    other = FakeWorker(engine.run_dir, pid=2)
+    frontend.until(lambda: other.asked == [1])
+    frontend.link.send(Abort(1))
+    frontend.link.send(submit(6))
+    frontend.until(lambda: 6 in frontend.finished())
+    assert frontend.tokens(6) == expected(submit(6)) and not frontend.events(1)
 
 
 def test_requests_are_served_and_figures_kept(engine: Engine) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from depthbatch.common.frames import Int32Array, Stage
-from depthbatch.common.messages import RowFailure, StageBatch, StageResult
+from depthbatch.common.messages import GrammarPrepared, RowFailure, StageBatch, StageResult
 from depthbatch.worker.runner.stage_input import StageLimits
 
 NO_TOKENS = np.empty(0, np.int32)
@@ -59,11 +59,26 @@ class LaunchedStage(NamedTuple):
     output: StageOutput = NO_OUTPUT  # of a device that has computed it already
 
 
+class GrammarPreparer(Protocol):
+    """Compiles grammars beside the stages (worker.sampling.grammar_matchers)."""
+
+    def prepare(self, request_id: int, grammar: str) -> None: ...
+
+    def take_prepared(self) -> list[GrammarPrepared]: ...
+
+    def descriptors(self) -> list[int]: ...
+
+
 class StageRunner(Protocol):
     """A device that runs stages."""
 
     limits: StageLimits
     completions: int | None  # descriptor that is readable after a stage finished; None: ready_s says when
+
+    @property
+    def grammars(self) -> GrammarPreparer | None:
+        """None where output cannot be constrained."""
+        ...
 
     def finished(self, stage: LaunchedStage) -> bool:
         """Whether reading ``stage`` would not wait."""

@@ -5,7 +5,10 @@ may not have seen yet when it sends the row's next coda. Matchers get a token as
 mask while the model loops. What is wrong with a grammar, or with its process, fails its request and no other.
 """
 
+import contextlib
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +19,10 @@ from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.grammar_host import GrammarError, GrammarHost, Matcher
 from depthbatch.common.grammar_limits import ANSWER_WALL_S
 from depthbatch.common.logging import get_logger
-from depthbatch.common.messages import GrammarStart, RowFailure, Variant
+from depthbatch.common.messages import GrammarPrepared, GrammarStart, RowFailure, Variant
 from depthbatch.worker.runner.stage_input import StageError, StageInput
 
+KEPT = 128  # compiled grammars
 log = get_logger("worker")
 
 
@@ -49,6 +53,9 @@ class Grammars:
         self._starts: dict[int, GrammarStart] = {}
         self._matchers: dict[int, Matcher | None] = {}  # None: failed, and what it gets no longer matters
         self._failures: dict[int, str] = {}
+        self._kept: OrderedDict[str, Matcher] = OrderedDict()  # compiled, by grammar, used last at the end
+        self._asked: dict[int, str] = {}  # request -> the grammar that it waits for
+        self._asked_until_s: dict[str, float] = {}
         end = np.zeros(self._words * 32, np.uint8)
         end[list(eos_token_ids)] = 1
         self._end = np.packbits(end, bitorder="little").view(np.int32)  # allows the end of sequence alone
@@ -65,7 +72,57 @@ class Grammars:
     def close(self) -> None:
         """Ends the program and all matchers."""
         self._forget(list(self._matchers))
+        for kept in self._kept.values():
+            kept.close()
+        self._kept.clear()
         self._host.close()
+
+    def prepare(self, request_id: int, grammar: str) -> None:
+        """Starts compiling, for a request that will be admitted when ``take_prepared`` names it."""
+        self._asked[request_id] = grammar
+        if grammar in self._kept:
+            self._kept.move_to_end(grammar)
+            return
+        with contextlib.suppress(GrammarError):  # take_prepared says so
+            self._kept[grammar] = self._host.matcher(grammar, b"k")
+        self._asked_until_s[grammar] = time.monotonic() + ANSWER_WALL_S
+        while len(self._kept) > KEPT and (oldest := next(iter(self._kept))) not in self._asked.values():
+            self._kept.pop(oldest).close()
+
+    def take_prepared(self) -> list[GrammarPrepared]:
+        """Requests whose grammar has its first mask, or has failed; never waits."""
+        told = []
+        for request_id, grammar in list(self._asked.items()):
+            kept = self._kept.get(grammar)
+            try:
+                if kept is None:
+                    raise GrammarError("the grammar host did not start")
+                late = time.monotonic() >= self._asked_until_s.get(grammar, math.inf)
+                if not kept.answered and not late:
+                    continue
+                kept.mask(0.0)
+                told.append(GrammarPrepared(request_id))
+            except GrammarError as error:
+                told.append(GrammarPrepared(request_id, str(error)))
+                if kept is not None:
+                    kept.close()
+                    del self._kept[grammar]
+            del self._asked[request_id]
+        return told
+
+    def descriptors(self) -> list[int]:
+        """One that gets readable when take_prepared has news."""
+        return [self._kept[grammar].descriptor for grammar in set(self._asked.values()) if grammar in self._kept]
+
+    def _matcher(self, grammar: str) -> Matcher:
+        """Of what has been prepared, without waiting; compiled again where that has gone, as after a restart. Raises
+        GrammarError."""
+        kept = self._kept.get(grammar)
+        if kept is not None and kept.answered:
+            self._kept.move_to_end(grammar)
+            with contextlib.suppress(GrammarError):
+                return kept.fork()
+        return self._host.matcher(grammar)
 
     def admit(self, slots: Iterable[int], starts: Iterable[GrammarStart]) -> None:
         """Slots get new requests; ``starts`` are those of the constrained ones."""
@@ -73,7 +130,7 @@ class Grammars:
         for start in starts:
             self._starts[start.slot] = start
             try:
-                self._matchers[start.slot] = self._host.matcher(start.grammar)
+                self._matchers[start.slot] = self._matcher(start.grammar)
             except GrammarError as error:
                 self._fail(start.slot, error)
 
