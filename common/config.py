@@ -96,7 +96,7 @@ class Option(NamedTuple):
 def _is_a(value: Any, hint: Any) -> bool:
     try:
         msgspec.convert(value, hint)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter of bytes on a command line that are no UTF-8
         return False
     return True
 
@@ -322,6 +322,8 @@ class EngineConfig(Options, frozen=True):
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"--config is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError("--config is no JSON object")
         return cls.from_values(values, "--config")
 
     @classmethod

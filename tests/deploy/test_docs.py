@@ -59,6 +59,9 @@ def test_options_named_in_the_pages_exist() -> None:
     foreign = {
         "upgrade",
         "no-build-isolation",
+        "chaos-s",
+        "chaos-seed",
+        "inputs",
         "contexts",
         "now",
         "write",

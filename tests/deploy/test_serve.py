@@ -197,13 +197,15 @@ def test_no_prompt_is_logged(server: ServeProcess) -> None:
     secret = "quagga and okapi"
     url, body = server.url + "/v1/completions", {"prompt": secret, "max_tokens": 3}
     ends = [{}, {"stop": secret}, {"temperature": secret}, {"prompt": secret * 5000}, {"timeout_s": 0.001}]
-    ends += [{"structured_outputs": {"regex": f"({secret}"}}, {"logit_bias": {secret: 1}}, {secret: 1}]
+    ends += [{"structured_outputs": {"regex": f"({secret}"}}, {"logit_bias": {secret: 1}}]
     for changes in ends:
         httpx.post(url, json=body | changes, timeout=30)
     httpx.post(url, content=secret, headers={"content-type": "application/json"})
     httpx.post(server.url + f"/{secret}".replace(" ", "-"), json=body)
     httpx.post(
-        server.url + "/v1/chat/completions", json={"messages": [{"role": "user", "content": secret}]}, timeout=30
+        server.url + "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": secret}], "max_tokens": 3},
+        timeout=30,
     )
     with server.stream(prompt=secret, max_tokens=500) as events:
         next(events)

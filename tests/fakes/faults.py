@@ -51,24 +51,26 @@ class Fault(msgspec.Struct, frozen=True):
 class _Plan(msgspec.Struct):
     folder: str  # where strikes are noted, by files
     faults: list[Fault]
+    armed: str = ""  # nothing strikes, or counts, before this file exists
 
 
 class Faults:
     """The faults of one engine, seen by its test."""
 
-    def __init__(self, folder: Path, faults: tuple[Fault, ...]) -> None:
+    def __init__(self, folder: Path, faults: tuple[Fault, ...], armed: Path | None = None) -> None:
         assert all(fault.point in fault_points.POINTS for fault in faults)
         self.folder = folder
-        self.plan = _Plan(str(folder), list(faults))
+        self.plan = _Plan(str(folder), list(faults), str(armed or ""))
 
     @property
     def struck(self) -> int:
         return len(list(self.folder.glob("struck-*")))
 
 
-def install(patch: "pytest.MonkeyPatch", folder: Path, *faults: Fault) -> Faults:
-    """Launchers of this test start processes in which these faults strike. ``folder``: an empty one."""
-    installed = Faults(folder, faults)
+def install(patch: "pytest.MonkeyPatch", folder: Path, *faults: Fault, armed: Path | None = None) -> Faults:
+    """Launchers of this test start processes in which these faults strike, once the file ``armed`` is there, if one is
+    named. ``folder``: an empty one."""
+    installed = Faults(folder, faults, armed)
     plan = msgspec.json.encode(installed.plan).decode()
     patch.setattr(Launcher, "program", staticmethod(lambda name: [sys.executable, "-P", __file__, plan, name]))
     return installed
@@ -99,6 +101,8 @@ def main() -> None:
     passed = [0] * len(plan.faults)
 
     def hook(point: str, about: object) -> None:
+        if plan.armed and not os.path.exists(plan.armed):
+            return
         for index, fault in enumerate(plan.faults):
             if fault.point != point or not fault.concerns(about):
                 continue

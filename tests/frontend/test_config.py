@@ -102,6 +102,7 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
     [
         ({"polcy": "cb"}, ("polcy", "policy")),
         ({"policy": "auto-magic"}, ("policy", "auto-magic")),
+        ({"policy": "\udcff"}, ("policy", "udcff")),  # bug: bytes that are no UTF-8 ended with a traceback
         ({"max_num_seqs": 0}, ("max_num_seqs", "0")),
         ({"max_num_seqs": "8"}, ("max_num_seqs", "'8'")),
         ({"max_num_seqs": True}, ("max_num_seqs", "True")),
