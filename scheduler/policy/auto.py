@@ -74,7 +74,7 @@ class AutoPolicy:
         self.learned_drafts = LearnedDrafts(config, observed) if config.learned_drafts else None
         self._drafts: Drafts | None = self.learned_drafts
         if config.drafts is not None:
-            self._drafts = FixedDrafts(config.drafts)
+            self._drafts = FixedDrafts(config.drafts, config.min_coda_batch)
         self._max_batched_tokens = config.max_num_batched_tokens
         self.costs, self.forecast = observed.costs, observed.forecast
         self.tournament = Tournament(width, self.forecast, observed.bucket_of)

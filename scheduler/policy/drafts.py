@@ -66,7 +66,8 @@ class FixedDrafts:
         self._coda = Decision(Stage.CODA, drafts=limit)
 
     def coda(self, view: QueueView) -> Decision | None:
-        return self._coda if view.q_c >= self._min_coda_batch or view.asks_for_coda(self.limit) else None
+        enough = self._min_coda_batch if view.q_r else 1
+        return self._coda if view.q_c >= enough or view.asks_for_coda(self.limit) else None
 
 
 class LearnedDrafts:

@@ -47,6 +47,8 @@ class Lockstep:
         self.stages: list[tuple] = []
         self.dispatched = 0
         self.keep_stages = False
+        self.blamed: set[int] = set()  # requests that ended because workers died under them
+        self._deaths = 0  # of workers, under this scheduler
         self.waits = 0  # times that a preempted request's tokens in flight held everything up
         self._verify_every = verify_every
         self._operations = 0
@@ -75,6 +77,7 @@ class Lockstep:
     def lose_worker(self) -> None:
         """It dies with everything in flight; the next one starts empty."""
         self.results.clear()
+        self._deaths += 1
         self.scheduler.recover()
         self._start_worker()
         self._settle(self.scheduler.drain_events())
@@ -82,6 +85,7 @@ class Lockstep:
     def lose_scheduler(self) -> None:
         """It dies, and its worker with it; what is unanswered is submitted again with what has been seen of it."""
         self.results.clear()
+        self._deaths = 0
         self.scheduler = Scheduler(self.config, self._policy)
         self._start_worker()
         for request_id, answer in self.answers.items():
@@ -180,6 +184,9 @@ class Lockstep:
             wants = self.submits[event.request_id].params.logprobs
             assert event.logprobs == (logprobs_of(event.token_ids) if wants else b""), "logprobs of another token"
             answer.cuts = event.cuts or answer.cuts
+            if event.kills_worker:
+                assert self._deaths >= 2 and event.finish_reason == "error", "blamed for what it cannot have done twice"
+                self.blamed.add(event.request_id)
             answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
         self._verify()
 

@@ -91,8 +91,8 @@ def same_as_plain(harness: Lockstep) -> None:
         expected = plain_decode(prompt_of(submit), submit.params, harness.config)
         count = len(answer.tokens)
         assert (answer.tokens, answer.depths) == (expected.tokens[:count], expected.depths[:count])
-        assert answer.finish_reason in ("abort", expected.finish_reason)
-        assert answer.finish_reason == "abort" or count == len(expected.tokens)
+        if request_id not in harness.blamed and answer.finish_reason != "abort":
+            assert (count, answer.finish_reason) == (len(expected.tokens), expected.finish_reason)
 
 
 @settings(QUICK, max_examples=200)
