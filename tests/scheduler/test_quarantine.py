@@ -180,7 +180,8 @@ def test_a_cleared_suspect_makes_room_and_comes_back() -> None:
 def test_any_killers_in_any_engine(data: st.DataObject) -> None:
     """Every policy, mode, layout and limit, with speculation and scarce blocks; up to three killers at any position."""
     config = data.draw(st.one_of(configs(policies=POLICIES), drafting_configs()))
-    requests = data.draw(workloads(config, drafts=bool(config.draft_lanes)))
+    gates = config.gates if config.draft_lanes else tuple(Gate)  # depth_indexed has no early exits
+    requests = data.draw(workloads(config, gates, drafts=bool(config.draft_lanes)))
     ids = [request.request_id for request in requests]
     killers = data.draw(st.dictionaries(st.sampled_from(ids), st.integers(0, 20), min_size=1, max_size=3))
     deadly = Deadly(config, killers, random.Random(data.draw(st.integers(0, 1000))))
