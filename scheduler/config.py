@@ -59,6 +59,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check(self.r_max <= MAX_DEPTH, f"r-max must be at most {MAX_DEPTH}, not {self.r_max}")
         _check(self.num_blocks >= 2, f"kv-blocks must be at least 2 (block 0 is a dummy), not {self.num_blocks}")
+        _check(self.num_blocks < 1 << 31, f"kv-blocks {self.num_blocks}: their numbers have 31 bits")
         _check(self.max_model_len >= 2, f"max-model-len must be at least 2, not {self.max_model_len}")
         _check(
             bool(self.buckets) and list(self.buckets) == sorted(set(self.buckets)) and self.buckets[0] >= 1,

@@ -18,7 +18,7 @@ import zmq
 
 from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import FAULT, USER_ERROR, DepthbatchError
+from depthbatch.common.errors import FAULT, USER_ERROR, ConfigError, DepthbatchError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import (
     WIRE_VERSION,
@@ -217,7 +217,11 @@ class SchedulerProcess:
         self.worker.take(peer, ready.pid)
         self._last_progress_s = time.monotonic()
         if self.core is None:
-            self.core = Scheduler(config)
+            try:
+                self.core = Scheduler(config)
+            except MemoryError:
+                tables = f"{config.usable_blocks} KV blocks and max_num_seqs {self._options.max_num_seqs}"
+                raise ConfigError(f"the scheduler has no memory for its tables of {tables}") from None
             tune_garbage_collection()
         elif config != self.core.config:
             raise DepthbatchError("the restarted worker is not the same engine (KV blocks or buckets differ)")

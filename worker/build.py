@@ -22,11 +22,12 @@ from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import PLAIN, EngineInfo, Variant
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.attention.backend import CacheGeometry
-from depthbatch.worker.attention.select import default_block_size, select_backend
-from depthbatch.worker.device import GIB, KVPlan, KVRequest, free_memory, plan_kv, resolve_device, set_threads
+from depthbatch.worker.attention.select import select_backend
+from depthbatch.worker.device import GIB, KVPlan, free_memory, plan_kv, resolve_device, set_threads
+from depthbatch.worker.memory_plan import check_weights, kv_request, plan_memory
 from depthbatch.worker.models.checkpoint import Progress, no_progress
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
-from depthbatch.worker.models.loader import load_model
+from depthbatch.worker.models.loader import load_model, weight_bytes
 from depthbatch.worker.models.tensor_parallel import ONE_RANK
 from depthbatch.worker.runner.accelerator import CudaAccelerator
 from depthbatch.worker.runner.overlapped import OverlappedRunner
@@ -84,6 +85,8 @@ def _build(config: EngineConfig, ranks: "Ranks | None", progress: Progress = no_
     device = resolve_device(config.device, config.tensor_parallel_size)
     if device.type == "cpu":
         log.info("%d CPU threads", set_threads(config.threads, config.tensor_parallel_size))
+    count = weight_bytes(config.model, config.dtype, config.load_format, config.max_loops, config.tensor_parallel_size)
+    check_weights(config.model, count, free_memory(device))
     try:
         model = load_model(
             config.model,
@@ -115,7 +118,7 @@ def assemble(
     the one that is built. Raises ConfigError, ModelError."""
     spec = model.spec
     layout = resolve_layout(config, spec)
-    make_plan, free_bytes = partial(_plan, config, spec, layout, device), free_memory(device)
+    make_plan, free_bytes = partial(plan_memory, config, spec, layout, device), free_memory(device)
     plan = make_plan(free_bytes) if ranks is None else ranks.plan(make_plan, free_bytes)
     engine_info(config, spec, layout, plan, device)  # refuses what the model cannot run, before a program is started
     grammars = None
@@ -285,7 +288,7 @@ def _smaller_plan(config: EngineConfig, spec: ModelSpec, plan: KVPlan, device: t
     if blocks < 2:
         raise ConfigError(f"no room for the KV cache, not even for one block ({reason})")
     log.warning("no memory for %d KV blocks (%s): trying %d", blocks, reason, blocks * 3 // 4)
-    request = _kv_request(config, spec, resolve_layout(config, spec), device)
+    request = kv_request(config, spec, resolve_layout(config, spec), device)
     return plan_kv(request._replace(kv_blocks=blocks * 3 // 4), sys.maxsize, device.type)
 
 
@@ -295,21 +298,6 @@ def _notes(spec: ModelSpec, layout: KVLayout) -> tuple[str, ...]:
         own = f"{spec.default_layout} is its own"
         return (f"warning: {spec.architecture} is not trained for kv_layout {layout}: answers get worse; {own}",)
     return ()
-
-
-def _plan(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device, free_bytes: int) -> KVPlan:
-    return plan_kv(_kv_request(config, spec, layout, device), free_bytes, device.type)
-
-
-def _kv_request(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVRequest:
-    return KVRequest(
-        bytes_per_token=spec.kv_bytes_per_token(layout),
-        block_size=config.block_size or default_block_size(device, spec.dtype),
-        max_positions=spec.max_positions,
-        max_num_seqs=config.max_num_seqs,
-        kv_blocks=config.kv_blocks,
-        max_model_len=config.max_model_len,
-    )
 
 
 def warm_up(stages: Stages, device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 Threads: the CPU worker takes every core that this process may use (affinity and cgroup quota), or ``--threads``. The
 C kernels share torch's OpenMP team; how long idle threads spin is set where the package begins (worker/__init__.py).
 
-KV memory: without ``--kv-blocks`` it takes a share of what is free: 85 % on CUDA (the rest is for activations and
+KV memory: without ``--kv-blocks`` it takes a share of what weights and all else (memory_plan.py) leave free: 85 % on CUDA (the rest is for activations and
 graphs), 40 % on the CPU (other processes live there too), but never more than W sequences of the greatest length can
 use.
 """
@@ -19,6 +19,7 @@ from depthbatch.common.errors import ConfigError
 
 CGROUP = Path("/sys/fs/cgroup")
 FREE_SHARE = {"cuda": 0.85, "cpu": 0.40}
+THREADS_A_CORE = 8
 GIB = 1 << 30
 
 
@@ -44,8 +45,12 @@ def usable_cores() -> int:
 
 
 def set_threads(threads: int | None, ranks: int = 1) -> int:
-    """Sets torch's threads and returns how many; None takes every usable core, divided among the ranks."""
+    """Sets torch's threads and returns how many; None takes every usable core, divided among the ranks. Raises ConfigError
+    where they are far more than there are cores: each takes a stack, and the C library ends the process without one."""
     count = threads or max(1, usable_cores() // ranks)
+    cores = os.cpu_count() or 1
+    if count > (most := THREADS_A_CORE * cores):
+        raise ConfigError(f"threads {count}: this machine has {cores} cores, for which at most {most} are taken")
     torch.set_num_threads(count)
     return count
 

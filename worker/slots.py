@@ -48,6 +48,14 @@ class SlotState:
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.shaping = Shaping(rows, spec.vocab_size, device)
 
+    @staticmethod
+    def bytes_needed(num_slots: int, max_blocks: int, spec: ModelSpec, lanes: int = 1) -> int:
+        """Of ``tensors``, before there are any."""
+        rows, states = num_slots + 1, lanes * num_slots + 1
+        a_state = 20 + len(spec.work_item) * spec.hidden_size * spec.dtype.itemsize
+        a_row = 4 * (SLOT_PARAM_WORDS + max_blocks) + Shaping.bytes_a_row(spec.vocab_size)
+        return states * a_state + rows * a_row
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that lives as long as the worker; none may ever be replaced."""
         return (

@@ -28,8 +28,8 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
-    from depthbatch.worker.attention.select import default_block_size
-    from depthbatch.worker.device import KVRequest, free_memory, plan_kv, resolve_device
+    from depthbatch.worker.device import free_memory, resolve_device
+    from depthbatch.worker.memory_plan import plan_memory
     from depthbatch.worker.models.loader import open_model_dir, rank_counts, read_spec
     from depthbatch.worker.models.tensor_parallel import spelt
 
@@ -58,15 +58,7 @@ def run_info(args: argparse.Namespace) -> int:
         f"{'KV layout':<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {_on(ranks)}{config.max_num_seqs} sequences)"
     )
     for layout in spec.layouts:
-        request = KVRequest(
-            bytes_per_token=share.kv_bytes_per_token(layout),
-            block_size=config.block_size or default_block_size(device, spec.dtype),
-            max_positions=spec.max_positions,
-            max_num_seqs=config.max_num_seqs,
-            kv_blocks=config.kv_blocks,
-            max_model_len=config.max_model_len,
-        )
-        plan = plan_kv(request, free_memory(device) // ranks, device.type)
+        plan = plan_memory(config, share, layout, device, free_memory(device) // ranks)
         label = _mark(layout, layout is spec.default_layout)
         lines.append(f"  {label:<18}{spec.kv_bytes_per_token(layout) / 1024:>14.1f}{plan.tokens_that_fit:>17}")
     print(*lines, "* = default", sep="\n")  # at once: an error comes alone, not under half of a table

@@ -4,6 +4,7 @@ Checks everything a file can get wrong before any weight is used; each failure i
 the file, tensor or field. Knows no architecture: ``models.registry`` finds the family, the family says what it needs.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,16 @@ def read_spec(
     a bad option."""
     model_dir = open_model_dir(path_or_name, load_format)
     return _spec(model_dir, dtype, r_max, ranks)
+
+
+def weight_bytes(
+    path_or_name: str, dtype: str = "auto", load_format: str = "auto", r_max: int | None = None, ranks: int = 1
+) -> int:
+    """Bytes of one rank's weights, gate files apart. Raises like ``read_spec``."""
+    model_dir = open_model_dir(path_or_name, load_format)
+    spec, table = _spec(model_dir, dtype, r_max, ranks), model_dir.family.tensors(model_dir.config)
+    counts = {name: math.prod(shape) for name, shape in table.required.items()}
+    return sum(-(-n // ranks) if name in table.splits else n for name, n in counts.items()) * spec.dtype.itemsize
 
 
 def rank_counts(model_dir: ModelDir) -> tuple[int, ...]:

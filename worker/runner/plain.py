@@ -12,7 +12,7 @@ from depthbatch.common.frames import Int32Array, Stage, slot_param_words
 from depthbatch.common.messages import StageBatch, StageResult, Variant
 from depthbatch.worker.runner.stage_input import StageInput, StageLimits, parse_stage
 from depthbatch.worker.runner.stage_io import NO_OUTPUT, LaunchedStage, StageOutput
-from depthbatch.worker.runner.stage_tensors import PrefillInput, decode_buffers
+from depthbatch.worker.runner.stage_tensors import PrefillInput, SharedDecodeBuffers
 from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.sampling.grammar_matchers import Grammars, begin_stage
 
@@ -28,7 +28,7 @@ class PlainRunner:
         self.stages = stages
         self.grammars = grammars
         self.limits = limits
-        self._buffers = decode_buffers(limits, device)
+        self._buffers = SharedDecodeBuffers(limits, device)
         self._device = device
 
     def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> LaunchedStage:
@@ -58,7 +58,7 @@ class PlainRunner:
 
     def static_tensors(self) -> tuple[Tensor, ...]:
         """Every tensor whose address a captured stage would hold, weights and KV memory apart."""
-        buffers = (tensor for buffer in self._buffers.values() for tensor in buffer.tensors())
+        buffers = (tensor for buffer in self._buffers.whole.values() for tensor in buffer.tensors())
         return (*self.stages.slots.tensors(), *buffers)
 
     def _upload(self, values: Int32Array) -> Tensor:

@@ -76,6 +76,33 @@ class DecodeBuffers:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.frame, self.planes, self.values, self.logprobs)
 
+    @staticmethod
+    def bytes_a_row(logprob_columns: int) -> int:
+        """Of ``tensors``."""
+        return 4 * (ROW_FIELDS + 2 + logprob_columns)
+
+    def part(self, bucket: int) -> "DecodeBuffers":
+        """Buffers of a smaller bucket in the memory of these."""
+        part = DecodeBuffers.__new__(DecodeBuffers)
+        part.bucket = bucket
+        part.frame = self.frame.view(-1)[: ROW_FIELDS * bucket].view(ROW_FIELDS, bucket)
+        part.planes, part.values, part.logprobs = self.planes[:bucket], self.values[:bucket], self.logprobs[:bucket]
+        return part
+
+
+class SharedDecodeBuffers(dict[tuple[Stage, int], DecodeBuffers]):
+    """Those of every decode stage and bucket in the memory of the largest bucket, for a runner that runs one stage at a
+    time: a set for each of thousands of sizes would take memory that grows with their square."""
+
+    def __init__(self, limits: StageLimits, device: torch.device) -> None:
+        super().__init__()
+        largest = limits._replace(buckets=limits.buckets[-1:])
+        self.whole = {stage: buffers for (stage, _), buffers in decode_buffers(largest, device).items()}
+
+    def __missing__(self, key: tuple[Stage, int]) -> DecodeBuffers:
+        self[key] = self.whole[key[0]].part(key[1])
+        return self[key]
+
 
 def decode_buffers(limits: StageLimits, device: torch.device) -> dict[tuple[Stage, int], DecodeBuffers]:
     """One set for every decode stage and bucket."""

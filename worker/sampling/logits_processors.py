@@ -45,6 +45,12 @@ class Shaping:
         self.bad = torch.zeros(rows, MAX_BAD_SEQUENCES, BAD_SEQUENCE_TOKENS, dtype=torch.int32, device=device)
         self.recent = torch.zeros(rows, RECENT_TOKENS, dtype=torch.int32, device=device)
 
+    @staticmethod
+    def bytes_a_row(vocab_size: int) -> int:
+        """Of ``tensors``."""
+        tables = 2 * MAX_ADJUSTMENTS + 2 * mask_words(vocab_size) + MAX_BAD_SEQUENCES * BAD_SEQUENCE_TOKENS
+        return 5 * vocab_size + 4 * (tables + RECENT_TOKENS)
+
     def tensors(self) -> tuple[Tensor, ...]:
         tables = (self.tokens, self.additions, self.allowed, self.listed, self.bad, self.recent)
         return (self.counts, self.in_prompt, *tables)
