@@ -17,7 +17,7 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.worker import build
 from depthbatch.worker.device import KVPlan, KVRequest, plan_kv, set_threads
 from depthbatch.worker.memory_plan import beside_kv, check_weights, plan_memory
-from depthbatch.worker.models.checkpoint import Checkpoint
+from depthbatch.worker.models.checkpoint import Checkpoint, no_progress
 from depthbatch.worker.models.loader import open_model_dir, read_spec, weight_bytes
 from depthbatch.worker.process import build as build_device
 from depthbatch.worker.runner.stage_input import StageLimits
@@ -183,7 +183,7 @@ def test_a_scheduler_without_memory_for_its_tables(monkeypatch: pytest.MonkeyPat
     """A simulated device has as much memory as is asked for; its scheduler has not. One line of the user's, no fault."""
     config = EngineConfig(device="simulated:h100-ouro-1.4b", kv_blocks=1 << 31)
     with pytest.raises(ConfigError, match="kv-blocks 2147483649: their numbers have 31 bits"):
-        SchedulerConfig.resolve(config, build_device(config)[1])
+        SchedulerConfig.resolve(config, build_device(config, no_progress)[1])
     config = EngineConfig(device="simulated:h100-ouro-1.4b", kv_blocks=1 << 20)
 
     def no_memory(config: SchedulerConfig) -> None:
@@ -194,4 +194,4 @@ def test_a_scheduler_without_memory_for_its_tables(monkeypatch: pytest.MonkeyPat
     scheduler._options, scheduler.core = config, None
     scheduler.worker = SimpleNamespace(take=lambda *_: None)
     with pytest.raises(ConfigError, match="no memory for its tables of 1048576 KV blocks and max_num_seqs 64"):
-        scheduler._take_worker(b"", WorkerReady(1, build_device(config)[1], WIRE_VERSION))
+        scheduler._take_worker(b"", WorkerReady(1, build_device(config, no_progress)[1], WIRE_VERSION))
