@@ -105,11 +105,11 @@ def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROMPTS = [[49, 50, 43, 51, 48, 61], [110, 120, 33], [52, 54, 43, 53, 61], list(range(60, 80))]
-OUTPUTS = 12
+OUTPUTS = 9
 
 
 def params_of(gates: tuple[Gate, ...]) -> list[SamplingParams]:
-    """A request of every gate: greedy, sampled with a seed, with a penalty."""
+    """A request of every gate: greedy, sampled with a seed, with a penalty; and one with a grammar and logprobs."""
     shapes: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 5},
@@ -128,7 +128,7 @@ def params_of(gates: tuple[Gate, ...]) -> list[SamplingParams]:
             **shapes[i % 3],
         )
         for i, gate in enumerate(gates)
-    ]
+    ] + [SamplingParams(max_tokens=OUTPUTS, temperature=1.0, seed=7, regex="[0-9]{3,6}", logprobs=1)]
 
 
 def run(engine: LockstepEngine, disturbances: Sequence[Disturbance] = ()) -> tuple[list[list[int]], list[list[int]]]:
