@@ -262,7 +262,7 @@ def engine_info(
         dtype=str(spec.dtype).removeprefix("torch."),
         eos_token_ids=spec.eos_token_ids,
         max_logprobs=num_likeliest(spec.vocab_size),
-        notes=_notes(spec, layout),
+        notes=_notes(config, spec, layout, choice),
     )
 
 
@@ -292,12 +292,33 @@ def _smaller_plan(config: EngineConfig, spec: ModelSpec, plan: KVPlan, device: t
     return plan_kv(request._replace(kv_blocks=blocks * 3 // 4), sys.maxsize, device.type)
 
 
-def _notes(spec: ModelSpec, layout: KVLayout) -> tuple[str, ...]:
-    """What an option does to the answers that is no error."""
+def _notes(config: EngineConfig, spec: ModelSpec, layout: KVLayout, choice: GateChoice) -> tuple[str, ...]:
+    """What a start is to say that is no error: what an option does to the answers, and that no token leaves early where a
+    checkpoint, and nobody else, has it so."""
+    notes = []
     if layout is KVLayout.SINGLE and spec.default_layout is not KVLayout.SINGLE:
         own = f"{spec.default_layout} is its own"
-        return (f"warning: {spec.architecture} is not trained for kv_layout {layout}: answers get worse; {own}",)
-    return ()
+        notes.append(f"warning: {spec.architecture} is not trained for kv_layout {layout}: answers get worse; {own}")
+    if config.policy != "cb" and config.gate is None and config.exit_threshold is None and runs_full_depth(choice):
+        may = [gate.label for gate in choice.gates if gate.takes_threshold]
+        if choice.default.takes_threshold:
+            why, change = f"gate {choice.default.label} at threshold {choice.threshold:g}", "--exit-threshold below 1"
+        elif may:
+            why, change = "no gate by default", f"--gate {' or '.join(may)} with --exit-threshold"
+        else:
+            why, change = f"kv_layout {layout} has no early exits" if not layout.allows_early_exit else "no gate", ""
+        lets = f"; {change} lets tokens leave earlier" if change else ""
+        notes.append(f"every token runs all {spec.r_max} loops ({why}){lets}")
+    return tuple(notes)
+
+
+def runs_full_depth(choice: GateChoice) -> bool:
+    """Whether requests that name neither gate nor threshold run every loop: probabilities do not pass 1. Distances, which
+    the convergence test compares, may."""
+    if not choice.default.may_exit_early:
+        return True
+    distances = Gate.CONVERGENCE in choice.gates and choice.default is not Gate.PRELOOP
+    return choice.default.takes_threshold and not distances and choice.threshold >= 1.0
 
 
 def warm_up(stages: Stages, device: torch.device) -> bool:

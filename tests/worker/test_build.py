@@ -51,11 +51,30 @@ def test_the_info_says_what_was_built() -> None:
 def test_a_layout_that_the_model_is_not_trained_for_is_said_at_start(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: Ouro under ``single`` answers 2 % of what it answers under its own layout, and nothing said so."""
     for layout, warned in (("single", True), ("first_then_shared", False), (None, False)):
-        print_start(built(kv_layout=layout).info, {"top_k": 3})
+        print_start(built(kv_layout=layout, exit_threshold=0.5).info, {"top_k": 3})
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 2 + warned and lines[-1].endswith("top_k 3")
         assert warned == ("warning: ouro is not trained for kv_layout single" in lines[1])
     assert built(HUGINN, kv_layout="single", max_loops=None).info.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {},
+            "every token runs all 4 loops (gate delayed at threshold 1); --exit-threshold below 1 lets tokens leave earlier",
+        ),
+        ({"exit_threshold": 0.9}, None),
+        ({"kv_layout": "depth_indexed"}, "every token runs all 4 loops (kv_layout depth_indexed has no early exits)"),
+        ({"kv_layout": "depth_indexed", "policy": "cb"}, None),
+        ({"exit_threshold": 1.0}, None),
+    ],
+)
+def test_a_start_says_that_no_token_leaves_early(options: dict[str, object], said: str | None) -> None:
+    """Bug: published Ouro configurations have threshold 1.0, so a server ran every loop and nothing said so. What was asked
+    for is not said again."""
+    assert built(**options).info.notes == (() if said is None else (said,))
 
 
 def test_a_layout_that_cannot_exit_early_offers_no_early_gate() -> None:
