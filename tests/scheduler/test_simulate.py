@@ -156,6 +156,8 @@ def test_command_prints_one_object_or_a_list(tmp_path: Path, capsys: pytest.Capt
     assert [line["policy"] for line in json.loads(capsys.readouterr().out)] == ["cb", "refill", "no-refill"]
     assert run_simulate(parser.parse_args([*base, "--policy", "refill", "--output", str(tmp_path / "o.json")])) == 0
     assert json.loads((tmp_path / "o.json").read_text())["policy"] == "refill" and not capsys.readouterr().out
+    assert run_simulate(parser.parse_args([*base, "--policy", "refill:3", "--policy", "refill:1"])) == 0
+    assert [line["k"] for line in json.loads(capsys.readouterr().out)][1:] == [3, 1]
     drafts = ["--policy", "refill", "--speculation", "2", "--acceptance", "1"]
     assert run_simulate(parser.parse_args([*base, *drafts])) == 0
     assert json.loads(capsys.readouterr().out)["acceptance"] == 1.0

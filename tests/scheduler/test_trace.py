@@ -46,6 +46,15 @@ def test_coda_waits_for_k(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(codas) > 10 and min(codas) >= 16
 
 
+def test_a_policy_may_carry_its_k(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the page said that policies may carry a K, and this command refused them."""
+    carried = printed(capsys, "--policy", "refill:16", "--k", "3", "--steps", "200")
+    assert carried == printed(capsys, "--policy", "refill", "--k", "16", "--steps", "200")
+    assert carried != printed(capsys, "--policy", "refill", "--k", "3", "--steps", "200")
+    with pytest.raises(ConfigError, match="only refill takes a K"):
+        printed(capsys, "--policy", "cb:3")
+
+
 def test_kv_blocks_bind_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """--kv-blocks is not decoration: with room for few sequences the core batch stays small."""
     lines = [json.loads(line) for line in printed(capsys, "--policy", "refill", "--kv-blocks", "200", "--steps", "60")]
