@@ -114,7 +114,7 @@ def test_a_hang_is_told(server: ServeProcess, expected: list[int], name: str) ->
 
 
 def test_a_crash_loop_is_waited_out(server: ServeProcess, expected: list[int]) -> None:
-    """Bug: after the sixth restart within a minute the server ended. Here a worker is killed as soon as it is there, until
+    """Row "a crash loop ends the server for good, or starts processes as fast as it can". Bug: after the sixth restart within a minute the server ended. Here a worker is killed as soon as it is there, until
     one is told to wait: /ready and /health are 503 meanwhile, no program has ended, and the stream then goes on."""
     path = Path(server.supervisor_socket().removeprefix("unix://")).with_name("worker.pid")
     before = server.pids()

@@ -130,8 +130,8 @@ async def idle(engine: AsyncEngine) -> dict[str, float]:
     return stats
 
 
-def ended(stats: dict[str, float]) -> float:
-    return sum(value for name, value in stats.items() if name.startswith("request_success_total"))
+def ended(stats: dict[str, float], reason: str = "") -> float:
+    return sum(v for name, v in stats.items() if name.startswith("request_success_total") and reason in name)
 
 
 def open_files(pid: int) -> int:
@@ -169,10 +169,13 @@ def test_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: py
             await idle(engine)
             gc.collect()
             before = {name: (resident_kib(pid), open_files(pid)) for name, pid in pids.items()}
-            stats, fates = await idle(engine), chaos.fates.total()
+            stats, fates = await idle(engine), chaos.fates.copy()
             await chaos.run(time.monotonic() + seconds / 5, 140)
             after = await idle(engine)
-            assert ended(after) - ended(stats) == chaos.fates.total() - fates
+            assert ended(after) - ended(stats) == chaos.fates.total() - fates.total()
+            cut = (chaos.fates - fates).total() - (chaos.fates - fates)["answered"]
+            aborted = ended(after, "abort") - ended(stats, "abort")
+            assert cut / 2 < aborted <= cut, "a few may have ended before they heard of it"
             assert after["num_preemptions_total"] > 0 and len(chaos.fates) == 4
             gc.collect()
             for name, pid in pids.items():

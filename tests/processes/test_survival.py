@@ -74,7 +74,7 @@ def test_a_request_that_kills_the_worker_fails_alone(
 def test_no_memory_in_a_step_and_deaths_in_prefill_lose_nothing(
     undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's memory, then the device's, runs out in a decode step; a long prompt's worker, then its scheduler, is
+    """Row "out of memory in a step: every request is lost". The host's memory, then the device's, runs out in a decode step; a long prompt's worker, then its scheduler, is
     killed in the middle of its prefill: every request gets all of its tokens."""
     faults = install(
         monkeypatch,

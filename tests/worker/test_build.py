@@ -108,7 +108,7 @@ def test_weights_that_give_no_numbers_are_refused(tmp_path: Path) -> None:
 def test_memory_that_is_not_to_be_had_makes_the_cache_smaller(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bug: what was free when the cache was planned need not be free when it is taken, and the worker ended with a
+    """Row "no memory for the KV cache: a traceback at start". Bug: what was free when the cache was planned need not be free when it is taken, and the worker ended with a
     traceback. Where the number of blocks was asked for, or must hold a length that was, one line refuses it."""
     tried: list[int] = []
 
