@@ -16,7 +16,7 @@ class LoadingProgress:
         self._model = model
         self._stream = sys.stderr if stream is None else stream
         self._bar: tqdm[None] | None = None
-        self._next_s = time.monotonic() + LINE_S
+        self._next_s: float | None = None  # from the first byte on: starting the processes is no loading
 
     def __call__(self, done: int, total: int) -> None:
         if self._stream.isatty():
@@ -30,6 +30,8 @@ class LoadingProgress:
                     file=self._stream,
                 )
             self._bar.update(done - self._bar.n)
+        elif self._next_s is None:
+            self._next_s = time.monotonic() + LINE_S
         elif time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + LINE_S
             print(
