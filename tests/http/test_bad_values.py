@@ -49,7 +49,7 @@ BAD = [
 ]  # fmt: skip
 
 UNSUPPORTED = [
-    ("regex", "a+"), ("ebnf", "root ::= x"), ("json_schema", {}), ("spaces_between_special_tokens", False),
+    ("cache_salt", "x"), ("regex", "a+"), ("ebnf", "root ::= x"), ("json_schema", {}), ("spaces_between_special_tokens", False),
     ("structured_outputs", {"grammar": "x"}), ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
     ("stream_options", {"continuous_usage_stats": True}),
     ("best_of", 2), ("suffix", "x"), ("prompt_logprobs", 1), ("length_penalty", 2),

@@ -149,12 +149,16 @@ async def test_a_later_head_has_its_time() -> None:
     await peer.after(0, SHORT + b"{}")
     await peer.after(HEAD_S + 5)
     assert b"200" in peer.wire.written and not peer.wire.ended
+    idle = await Peer().after(0, SHORT + b"{}")
+    for _ in range(int(HEAD_S) + 2):
+        await idle.after(1, b"\r\n")  # each of which ends the idle timer
+    assert idle.wire.closed and idle.wire.written.count(b"HTTP/1.1") == 1
     peer.held = asyncio.Event()
     await peer.after(0, SHORT + b"{}GET /y HTTP")
     await peer.after(HEAD_S + 5)
     assert not peer.wire.ended
     peer.held.set()
-    await peer.after(1)
+    await peer.after(2)
     assert peer.wire.written.count(b"HTTP/1.1 200") == 2 and not peer.wire.ended
     await peer.after(HEAD_S + 1)
     assert peer.refused(408, "request_timeout")

@@ -85,6 +85,15 @@ def test_timeout_ends_a_request(tokenizer: Tokenizer, state: str) -> None:
         httpx.post(server.url + "/abort", json={"request_id": "first"})
 
 
+def test_the_default_timeout_holds(tokenizer: Tokenizer) -> None:
+    """--default-timeout-s is that of requests that name none; the native API's test is its twin."""
+    with LiveServer(tokenizer, engine={"step_s": 0.02}, default_timeout_s=0.2) as server:
+        answer = httpx.post(server.url + "/v1/completions", json=LONG, timeout=LIMIT_S)
+        assert answer.status_code == 504 and answer.json()["error"]["message"].startswith("timeout_s: not finished")
+        own = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "timeout_s": 60}
+        assert httpx.post(server.url + "/v1/completions", json=own, timeout=60).status_code == 200
+
+
 def test_timeout_in_mid_stream_is_an_error_event(tokenizer: Tokenizer) -> None:
     """After the first token the status is out: the error comes as an event, then the stream ends."""
     with LiveServer(tokenizer, engine={"step_s": 0.02}) as server:
