@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from depthbatch.common.errors import ModelError, RequestError
@@ -39,7 +39,7 @@ def load_demo() -> Tokenizer:
 
 
 def merged_byte_level() -> Tokenizer:
-    """Byte-level BPE with merges that cut through characters."""
+    """Byte-level BPE with merges that cut through characters; its offsets leave out spaces, as those of GPT-2 do."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,6 +48,7 @@ def merged_byte_level() -> Tokenizer:
         vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
     )
     backend.train_from_iterator(TEXTS * 20, trainer)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
     return Tokenizer(backend, {})
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -53,6 +54,22 @@ def test_a_prepared_grammar_is_not_compiled_again(grammars: Grammars, monkeypatc
     assert allowed(grammars, 1) == [2] and allowed(grammars, 2) == digits
     grammars.admit([1], [GrammarStart(1, 1, DIGITS)])
     assert allowed(grammars, 1) == digits and failures_of(grammars, [1, 2]) == {}
+
+
+def test_a_kept_grammar_is_no_older_for_its_use(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU time of its compiler is over with the first mask; forks for texts would use up what is left of it."""
+    code = "import sys\nfrom depthbatch.common import grammar_program as program\n"
+    code += "program.COMPILE_CPU_S = 0.06\nprogram.main(sys.argv[1:])"
+    monkeypatch.setattr(GrammarHost, "program", staticmethod(lambda: [sys.executable, "-c", code]))
+    host = demo_host()
+    host.wait_ready()
+    kept = host.matcher(DIGITS, b"k")
+    assert kept.mask(time.monotonic() + 60)
+    for _ in range(300):
+        text = kept.fork()
+        assert text.mask(time.monotonic() + 60)
+        text.close()
+    host.close()
 
 
 def test_what_cannot_be_prepared_is_told(grammars: Grammars) -> None:
