@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from depthbatch.worker.runner.stage_input import StageLimits
 from depthbatch.worker.runner.stages import Stages
 from depthbatch.worker.sampling.grammar_matchers import Grammars
 
+SAME_ERROR_S = 5.0  # within which rank 0 has met an error that every rank meets; its end is ours
 MakePlan = Callable[[int], KVPlan]  # from free bytes
 log = get_logger("worker")
 
@@ -145,8 +147,9 @@ class Follower(Ranks):
 
     def fail(self, error: DepthbatchError) -> None:
         """Tells rank 0, whose error it then is, and waits for its end. Where rank 0 may wait in a collective already, the
-        end of this process is what it notices."""
+        end of this process is what it notices, unless it fails of the same first."""
         if self._joined:
+            time.sleep(SAME_ERROR_S)
             raise error
         self._channel.send(msgspec.json.encode(Loaded(error=str(error))))
         with contextlib.suppress(EOFError):
