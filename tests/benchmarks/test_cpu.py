@@ -13,6 +13,7 @@ from depthbatch.benchmarks import device_clock, scheduler_cost
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.layers.cpu.library import cpu_kernels
+from depthbatch.worker.layers.linear import PackedProduct, choose_product
 
 
 def parsed(*options: str) -> argparse.Namespace:
@@ -34,14 +35,16 @@ def test_kernels_of_a_step_are_timed_beside_the_plain_way(tmp_path: Path) -> Non
 
 
 def test_a_step_is_divided_into_kernel_operators_and_the_rest() -> None:
-    """The clock must be in the stack that the engine runs, and gone afterwards."""
+    """The clock must be in the stack that the engine runs, and gone afterwards. Bug: where oneDNN multiplies (AMX) its operators
+    were not counted, so that nearly all of a step seemed to be outside."""
     kernels = cpu_kernels()
     assert kernels is not None
     plain = kernels.by_type[torch.bfloat16].stack
     with cpu.dummy_model() as directory:
         shares = cpu.core_step(directory, 2, 1)
     assert kernels.by_type[torch.bfloat16].stack is plain
-    assert shares["kernel_share"] > 0.3 and shares["operator_share"] > 0
+    fused = isinstance(choose_product(torch.zeros(64, 64, dtype=torch.bfloat16)), PackedProduct)
+    assert shares["kernel_share" if fused else "operator_share"] > 0.3 and shares["operator_share"] > 0
     assert shares["kernel_share"] + shares["operator_share"] + shares["share_outside"] == pytest.approx(1.0)
 
 
