@@ -39,6 +39,7 @@ from depthbatch.worker.runner.stage_input import StageError
 from depthbatch.worker.runner.stage_io import LaunchedStage, StageRunner
 
 HEARTBEAT_S = 0.5
+LAST_WORDS_MS = 8_000
 LOADING_S = 0.2
 SPIN_S = 100e-6  # the kernel may wake us this late; the rest of a wait is spun
 log = get_logger("worker")
@@ -245,6 +246,8 @@ def run_worker(run_dir: str, config_json: str) -> int:
 def _fail(link: WorkerLink, message: str, exit_code: int) -> int:
     log.error("%s", message)
     link.send(Fatal("worker", message, user_error=exit_code == USER_ERROR))
+    if exit_code == USER_ERROR:  # nobody starts another: the scheduler, which may not run yet, has to hear of this one
+        link.close(LAST_WORDS_MS)
     return exit_code
 
 

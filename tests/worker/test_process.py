@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import zmq
 
+from depthbatch.common import transport
 from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import USER_ERROR
 from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
 from depthbatch.common.messages import (
     Fatal,
@@ -24,12 +26,14 @@ from depthbatch.common.messages import (
     Shutdown,
     StageBatch,
     StageResult,
+    WorkerCommand,
     WorkerHeartbeat,
     WorkerMessage,
     WorkerReady,
 )
 from depthbatch.common.run_dir import RunDir
-from depthbatch.common.transport import WORKER_ENDPOINT, Router
+from depthbatch.common.transport import WORKER_ENDPOINT, Router, endpoint
+from depthbatch.worker import process
 from fakes.worker import PROFILE
 from reference.oracle import OURO
 
@@ -223,3 +227,19 @@ def test_the_simulated_device_needs_no_torch() -> None:
     """It must start in a moment and leave the cores to the scheduler; importing torch alone takes seconds."""
     code = "import sys, depthbatch.worker.process, depthbatch.worker.simulated; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def test_a_users_mistake_waits_for_a_slow_scheduler(tmp_path: Path) -> None:
+    """Bug: the word of it was kept for half a second. On a busy machine the scheduler began to listen later, and all that
+    was told was "worker died (exit code 2)"."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = process.WorkerLink(context, endpoint(tmp_path, WORKER_ENDPOINT), WorkerCommand)
+    assert process._fail(link, "max_loops 9 is too many", USER_ERROR) == USER_ERROR
+    link.close()
+    time.sleep(2 * transport.LINGER_MS / 1000)
+    router = transport.Router(context, endpoint(tmp_path, WORKER_ENDPOINT), WorkerMessage)
+    assert router.socket.poll(5000)
+    received = router.receive()
+    assert received is not None and received.message == Fatal("worker", "max_loops 9 is too many", user_error=True)
+    router.close()
+    context.term()
