@@ -372,7 +372,10 @@ def _histogram(counts: dict[int, int]) -> str:
 
 
 def _columns(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> list[str]:
-    """A blank line and a table, left-aligned; floats are shares, shown in percent."""
-    cells = [head, *(tuple(f"{100 * c:.2f}" if isinstance(c, float) else str(c) for c in row) for row in rows)]
+    """A blank line and a table, left-aligned; floats are shares, shown in percent, None is what nothing was seen of."""
+    texts = (
+        tuple(f"{100 * c:.2f}" if isinstance(c, float) else str("-" if c is None else c) for c in row) for row in rows
+    )
+    cells = [head, *texts]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     return ["", *("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)]

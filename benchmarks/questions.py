@@ -90,7 +90,8 @@ def _question(where: str, line: str) -> Question:
     values = [data.get(key, "" if key == "class" else None) for key in KEYS]
     for key, value in zip(KEYS, values, strict=True):
         if not isinstance(value, str) or (key != "class" and not value):
-            raise ConfigError(f"{where}: {key!r} must be a text, not {value!r}")
+            kind = "a text" if key == "class" else "a text that is not empty"
+            raise ConfigError(f"{where}: {key!r} must be {kind}, not {value!r}")
     return Question(*values)
 
 

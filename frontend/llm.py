@@ -115,8 +115,10 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("messages: this model has no tokenizer; give token ids to generate", "messages")
-        one = not messages or isinstance(messages[0], Mapping)
+        one = bool(messages) and isinstance(messages[0], Mapping)
         several: Sequence[Any] = [messages] if one else messages
+        if not all(each and all(isinstance(message, Mapping) for message in each) for each in several) or not several:
+            raise RequestError("messages must be a conversation (maps with role and content) or several", "messages")
         prompts = [self.tokenizer.encode_chat(each, self.info.max_model_len, **template_options) for each in several]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 

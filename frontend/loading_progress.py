@@ -34,8 +34,9 @@ class LoadingProgress:
             self._next_s = time.monotonic() + LINE_S
         elif time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + LINE_S
+            size = f"{total / (1 << 30):.1f} GiB" if total >> 30 else f"{total / (1 << 20):.1f} MiB"
             print(
-                f"depthbatch: loading {self._model}: {done / max(total, 1):.0%} of {total / (1 << 30):.1f} GiB",
+                f"depthbatch: loading {self._model}: {done / max(total, 1):.0%} of {size}",
                 file=self._stream,
                 flush=True,
             )

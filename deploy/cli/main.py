@@ -15,7 +15,6 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from depthbatch import __version__
-from depthbatch.common.config import check_environment
 from depthbatch.common.errors import FAULT, USER_ERROR, DepthbatchError
 
 
@@ -72,12 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     signal.signal(signal.SIGTERM, _terminate)
+    _open_missing_streams()
     try:
         parser = build_parser(argv)
         arguments = parser.parse_args(argv)
         run = getattr(arguments, "run", None)
         if run is None:
             parser.error("no command; see depthbatch --help")
+        from depthbatch.common.config import check_environment
         from depthbatch.frontend.http.settings import OPTION_NAMES
 
         check_environment(os.environ, OPTION_NAMES)
@@ -124,6 +125,17 @@ def _add(subparsers: "argparse._SubParsersAction[OneLineParser]", name: str, com
         module = importlib.import_module(command.module)
         getattr(module, f"add_{command.name}_arguments")(parser)
         parser.set_defaults(run=getattr(module, f"run_{command.name}"))
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that the starter has closed (``<&-``, ``>&-``): input is empty, output fails as a write to a
+    closed file does, errors go nowhere. Without them a socket would get their descriptor, and its bytes what is logged.
+    """
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:  # in this order each takes the lowest free number: its own
+            descriptor = os.open(os.devnull, flags)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def _can_write_stdout() -> bool:

@@ -5,11 +5,13 @@ A model without a chat template gets each line as a prompt of its own.
 
 import argparse
 import json
+import re
 import ssl
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
 import httpx
@@ -20,6 +22,7 @@ from depthbatch.deploy.cli.request_options import DEMOS, SHARED_OPTIONS
 from depthbatch.frontend.output import mean_decode_depth
 from depthbatch.frontend.params import add_number_argument
 
+HOST_PORT = re.compile(r"[\w.-]+:\d+(/|$)")  # an address without its scheme
 ANSWER_S = 600.0  # without a byte from the server
 Conversation = list[dict[str, str]]
 HELP = """/reset  forgets the conversation
@@ -69,6 +72,8 @@ def run_chat(args: argparse.Namespace) -> int:
         request |= _request_options(args)
         converse(RemoteModel(args.target, args.api_key, request), opening, sys.stdin, sys.stdout)
         return 0
+    if HOST_PORT.match(args.target) and not Path(args.target).exists():
+        raise ConfigError(f"{args.target} is no model; the URL of a server begins with http://")
     from depthbatch.frontend.llm import LLM
 
     config = config_from_sources(args, model=args.target)

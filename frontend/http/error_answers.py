@@ -117,7 +117,7 @@ def _complaint(name: str, where: list[Any], first: Mapping[str, Any], value: Any
     if fields and first["type"] != "value_error":
         place = _path(where[: where.index(fields[-1]) + 1])
         return f"{place} must be {SHAPES[fields[-1]]}, not {given}"
-    return f"{_path(where)}: {first['msg']}"
+    return f"{_path(where)}: {first['msg'].removeprefix('Value error, ')}"  # pydantic's own words in front of ours
 
 
 def _text_limits(first: Mapping[str, Any]) -> str | None:

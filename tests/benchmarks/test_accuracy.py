@@ -136,9 +136,10 @@ def test_own_questions_are_read(tmp_path: Path) -> None:
         ("", "exact", "no questions"),
         ("{", "exact", "line 1 is no JSON"),
         ("[]", "exact", "line 1 is no object"),
-        ('{"prompt": "a"}', "exact", "line 1: 'answer' must be a text, not None"),
-        ('{"prompt": "", "answer": "a"}', "exact", "'prompt' must be a text, not ''"),
-        ('{"prompt": "a", "answer": 3}', "exact", "'answer' must be a text, not 3"),
+        ('{"prompt": "a"}', "exact", "line 1: 'answer' must be a text that is not empty, not None"),
+        ('{"prompt": "", "answer": "a"}', "exact", "'prompt' must be a text that is not empty, not ''"),
+        ('{"prompt": "a", "answer": 3}', "exact", "'answer' must be a text that is not empty, not 3"),
+        ('{"prompt": "a", "answer": "b", "class": 1}', "exact", "'class' must be a text, not 1"),
         ('{"prompt": "a", "answer": "b", "depth": 1}', "exact", "unknown key 'depth'"),
         ('{"prompt": "a", "answer": "b"}', "last-number", "'b' has no number"),
     ],
@@ -191,6 +192,11 @@ def arguments(*options: str) -> argparse.Namespace:
 def test_what_cannot_be_measured_is_refused_before_anything_runs(options: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         accuracy.run_accuracy(arguments("demo", *options))
+
+
+def test_a_share_of_nothing_is_a_dash() -> None:
+    """Bug: where every answer left before a draft was read, the table said "None" of them."""
+    assert accuracy._columns(("n", "right %"), iter([(3, 0.5), (0, None)])) == ["", "n  right %", "3  50.00", "0  -"]
 
 
 def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

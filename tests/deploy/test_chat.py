@@ -123,7 +123,7 @@ def test_broken_answers_are_one_line(name: str, run_chat: Callable[..., tuple[in
     answer, pattern = BROKEN[name]
     with canned(NOT_FOUND, answer) as url:
         code, _, err = run_chat(url)
-    assert code == 2 and len(err.splitlines()) == 1 and re.search(f"error: .*{pattern}", err) and url in err
+    assert code == 1 and len(err.splitlines()) == 1 and re.search(f"error: .*{pattern}", err) and url in err
 
 
 def test_server_without_tokenizer_info(run_chat: Callable[..., tuple[int, str, str]]) -> None:
@@ -150,6 +150,7 @@ def test_unicode_separators_do_not_end_a_line(run_chat: Callable[..., tuple[int,
         (("http://127.0.0.1:abc",), "http://127.0.0.1:abc is not a URL"),
         (("http://[::1",), "is not a URL"),
         (("http://",), "is not a URL"),
+        (("localhost:8000/v1",), "localhost:8000/v1 is no model; .* http://"),  # bug: a model that Hugging Face lacks
     ],
 )
 def test_bad_words(words: tuple[str, ...], pattern: str, run_chat: Callable[..., tuple[int, str, str]]) -> None:

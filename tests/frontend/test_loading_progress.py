@@ -32,20 +32,21 @@ def test_a_bar_on_a_terminal() -> None:
     assert terminal.getvalue().endswith("\r")  # the line is free again
 
 
-def test_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("quarter", "size"), [(GIB, "4.0 GiB"), (GIB // 2048, "2.0 MiB")])
+def test_lines_elsewhere(quarter: int, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One each two seconds, none for what is loaded sooner, however long the processes take to start (bug: a line for a
-    demo of 1 MB)."""
+    demo of 1 MB). Bug: a small model that loads slowly was "40% of 0.0 GiB"."""
     now = [90.0]
     monkeypatch.setattr(loading_progress.time, "monotonic", lambda: now[0])
     log = io.StringIO()
     progress = LoadingProgress("m", log)
     for second in range(6):
         now[0] = 100.0 + second
-        progress(second * GIB // 2, 4 * GIB)
+        progress(second * quarter // 2, 4 * quarter)
     progress.close()
     assert log.getvalue().splitlines() == [
-        "depthbatch: loading m: 25% of 4.0 GiB",
-        "depthbatch: loading m: 50% of 4.0 GiB",
+        f"depthbatch: loading m: 25% of {size}",
+        f"depthbatch: loading m: 50% of {size}",
     ]
 
 

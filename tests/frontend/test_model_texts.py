@@ -97,3 +97,6 @@ def test_llm_chats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert "2/2" in capsys.readouterr().err
         with pytest.raises(RequestError, match="no content to continue"):
             llm.chat([{"role": "user"}], params, continue_final_message=True)
+        for none in ("hi", [], [MESSAGES, []]):  # bug: an AttributeError, and an answer to nobody
+            with pytest.raises(RequestError, match="messages must be a conversation"):
+                llm.chat(none, params)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -172,6 +173,25 @@ def test_full_disk_is_one_line(words: tuple[str, ...], family: Family) -> None:
     assert process.returncode == 1 and "Traceback" not in err
     assert err.splitlines()[-1] == "depthbatch: error: cannot write to standard output: No space left on device"
     assert not family.alive()
+
+
+def test_closed_standard_streams_are_replaced() -> None:
+    """Bug: tracebacks after ``<&-`` and ``>&-``, and a server without any of the three did not start: its sockets got
+    their numbers."""
+    words = (sys.executable, "-m", "depthbatch", "generate", "--print-config")
+    shell = ("sh", "-c", 'exec "$@" <&- >&-', "sh")
+    process = subprocess.run([*shell, *words], stderr=subprocess.PIPE, text=True, timeout=60)
+    error = "depthbatch: error: cannot write to standard output: Bad file descriptor\n"
+    assert (process.returncode, process.stderr) == (1, error)
+    code = """if True:
+        import os, sys
+        from depthbatch.deploy.cli import main
+        main._open_missing_streams()
+        numbers = [stream.fileno() for stream in (sys.stdin, sys.stdout)]
+        print(numbers, sys.stdin.read(), all(map(os.get_inheritable, numbers)), file=sys.stderr)
+    """
+    process = subprocess.run([*shell, words[0], "-c", code], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert process.stderr == "[0, 1]  True\n"
 
 
 @pytest.mark.parametrize(
