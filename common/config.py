@@ -22,6 +22,7 @@ from msgspec import Meta
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.logging import LOG_LEVELS
 from depthbatch.common.text_files import read_text
 
 POLICIES = ("auto", "refill", "no-refill", "cb")
@@ -410,10 +411,12 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 
 
 def check_environment(environ: Mapping[str, str], options: Collection[str]) -> None:
-    """Raises ConfigError for a variable with our prefix that is neither an option nor anything else that is ours; empty
-    ones are taken for unset."""
+    """Raises ConfigError for a variable with our prefix that is neither an option nor anything else that is ours, and
+    for a log level that is none; empty ones are taken for unset."""
     for variable, value in environ.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if variable == "DEPTHBATCH_LOG_LEVEL" and value and value.upper() not in LOG_LEVELS:
+            raise ConfigError(f"{variable} must be one of {', '.join(LOG_LEVELS)}, not {value!r}")
         if name == variable or not value or name in OTHER_VARIABLES or _is_of_kubernetes(name, value):
             continue
         if name.lower() not in options or name != name.upper():

@@ -6,6 +6,7 @@ import sys
 import time
 
 ROOT = "depthbatch"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -20,7 +21,7 @@ def setup_logging(process: str) -> None:
     root = logging.getLogger(ROOT)
     root.handlers[:] = [handler]
     level = os.environ.get("DEPTHBATCH_LOG_LEVEL", "INFO").upper()
-    root.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+    root.setLevel(level if level in LOG_LEVELS else "INFO")
     root.propagate = False
 
 

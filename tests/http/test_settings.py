@@ -60,6 +60,9 @@ def test_variables_that_name_no_option() -> None:
     is a number; a pod whose service is named depthbatch did not start, for Kubernetes sets DEPTHBATCH_PORT there."""
     with pytest.raises(ConfigError, match=r"DEPTHBATCH_MAX_NUM_SEQ is no option .did you mean 'max_num_seqs'"):
         configs_from_sources(parse(), "demo", {"DEPTHBATCH_MAX_NUM_SEQ": "3"})
+    with pytest.raises(ConfigError, match=r"DEPTHBATCH_LOG_LEVEL must be one of DEBUG, .*, not 'verbose'"):
+        configs_from_sources(parse(), "demo", {"DEPTHBATCH_LOG_LEVEL": "verbose"})  # bug: was INFO without a word
+    configs_from_sources(parse(), "demo", {"DEPTHBATCH_LOG_LEVEL": "debug"})
     pod = {
         "DEPTHBATCH_PORT": "tcp://10.0.0.1:80", "DEPTHBATCH_SERVICE_HOST": "10.0.0.1", "DEPTHBATCH_SERVICE_PORT": "80",
         "DEPTHBATCH_SERVICE_PORT_HTTP": "80", "DEPTHBATCH_PORT_80_TCP": "tcp://10.0.0.1:80",
