@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 import httpx
 
 from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, values_from_sources
-from depthbatch.common.errors import ConfigError, EngineDeadError, RequestError
+from depthbatch.common.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from depthbatch.deploy.cli.request_options import DEMOS, SHARED_OPTIONS
 from depthbatch.frontend.output import mean_decode_depth
 from depthbatch.frontend.params import add_number_argument
@@ -119,7 +119,7 @@ def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO
             conversation.append({"role": "user", "content": text})
             try:
                 answer = _show(model.ask(conversation), out)
-            except RequestError as error:
+            except (RequestError, OverloadedError) as error:
                 out.write(f"[{error}]\n")
                 conversation.pop()
                 continue
@@ -174,8 +174,8 @@ class LocalModel:
 class RemoteModel:
     """A depthbatch server, or one that speaks the same API (depths are then missing).
 
-    Raises ConfigError for a broken URL, RequestError for what the server refuses, EngineDeadError when it does not
-    answer, or not in this API.
+    Raises ConfigError for a broken URL, RequestError for what the server refuses, OverloadedError for what it refuses
+    for now (the model loads), EngineDeadError when it does not answer, or not in this API.
     """
 
     def __init__(self, url: str, api_key: str, request: dict[str, Any]) -> None:
@@ -261,7 +261,9 @@ def _server_address(url: str) -> str:
 
 
 def _refuse_errors(response: httpx.Response) -> None:
-    """Raises RequestError for a status that is an error."""
+    """Raises RequestError for a status that is an error, OverloadedError where it may be none soon."""
+    if response.status_code == 503:
+        raise OverloadedError(_message(response))
     if response.status_code >= 400:
         raise RequestError(_message(response))
 

@@ -133,6 +133,17 @@ def test_server_without_tokenizer_info(run_chat: Callable[..., tuple[int, str, s
         assert run_chat(url) == (0, "> four\n> \n", "")
 
 
+def test_a_server_that_cannot_answer_yet(run_chat: Callable[..., tuple[int, str, str]]) -> None:
+    """Bug: while the model loaded chat ended with 2, as if another start would end the same way. In mid-conversation it is
+    a line like any other refusal."""
+    body = b'{"error": {"message": "the model is loading"}}'
+    busy = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with canned(busy) as url:
+        assert run_chat(url) == (1, "", "depthbatch: error: the model is loading\n")
+    with canned(NOT_FOUND, busy) as url:
+        assert run_chat(url) == (0, "> [the model is loading]\n> \n", "")
+
+
 def test_unicode_separators_do_not_end_a_line(run_chat: Callable[..., tuple[int, str, str]]) -> None:
     """U+2028 and NEL stand in answers as they are; a reader that takes them for ends of lines gets half an event."""
     event = EVENT.replace(b"four", "fo\u2028u\x85r".encode())
