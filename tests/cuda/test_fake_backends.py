@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.bias
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from depthbatch.common.frames import MAX_LOGPROBS, logprob_fields, split_prefill_frame
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN, Variant
-from depthbatch.worker.attention import paged, triton_decode
+from depthbatch.worker.attention import triton_decode
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
@@ -105,7 +106,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(PackedProduct, "__init__", refuse)
         patch.setattr(BlockedProduct, "__init__", refuse)
-        patch.setattr(paged, "causal_lower_right", lower_right)
+        patch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
         yield
 
 

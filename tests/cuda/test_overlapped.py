@@ -80,7 +80,7 @@ def test_drafts_overlapped_equal_none_in_the_plain_runner(model: str, gate: Gate
     ],
 )
 def test_rebuilt_sequences_equal_undisturbed_ones(model: str, layout: str, gate: Gate, seed: int) -> None:
-    """Everything in flight is given up three times, while lanes are adversely interleaved: prefills at every token's own
+    """Everything in flight is given up three times, far enough apart that nobody is blamed for it (quarantine.py), while lanes are adversely interleaved: prefills at every token's own
     depth, and forced tokens put in place of sampled ones, must take their turn among captured stages. Tokens, depths and
     scores are those of the plain runner that nothing disturbs."""
     device = resolve_device("cpu")
@@ -95,7 +95,7 @@ def test_rebuilt_sequences_equal_undisturbed_ones(model: str, layout: str, gate:
     built = assemble(config, loaded, device, "sdpa")
     overlapped = OverlappedRunner(built.runner.stages, built.runner.limits, AdverseAccelerator(seed), 512)
     scheduler = Scheduler(SchedulerConfig.resolve(config, built.info))
-    got, _ = serve(scheduler, overlapped, submits, lost_at=(20 + seed, 45, 90))
+    got, _ = serve(scheduler, overlapped, submits, lost_at=(20 + seed, 90, 180))
     assert scheduler.counters.stale_results > 3
     assert {key: answer[:2] for key, answer in got.items()} == {key: answer[:2] for key, answer in want.items()}
     for key, answer in want.items():

@@ -146,7 +146,8 @@ def test_seeded_state() -> None:
     assert not torch.allclose(logits, Batch(zero, KVLayout.SINGLE, 4).prefill(list(PROMPTS)), atol=1e-2)
     for i, prompt in enumerate(PROMPTS):
         alone = huginn.generate(HUGINN_TINY, prompt, 1, "single", state_seed=-12345)
-        torch.testing.assert_close(logits[i], alone.logits[0], atol=ATOL, rtol=0)
+        # states of unit variance where zero ones begin: products that add up in another order differ by more
+        torch.testing.assert_close(logits[i], alone.logits[0], atol=5 * ATOL, rtol=0)
 
 
 def test_seeded_state_distribution() -> None:

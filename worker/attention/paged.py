@@ -176,9 +176,8 @@ class TritonAttention(PagedAttention):
                     torch.ones(length, context, dtype=torch.bool, device=q.device).tril(start).triu(start - window + 1)
                 )
             elif start:
-                from torch.nn.attention.bias import (
-                    causal_lower_right,
-                )  # brings torch's compiler: seconds of every start
+                # here, for it brings torch's compiler: seconds of every start
+                from torch.nn.attention.bias import causal_lower_right
 
                 bias = causal_lower_right(length, context)
             out = F.scaled_dot_product_attention(
