@@ -152,7 +152,8 @@ def _write(path: str, text: str, what: str) -> None:
 
 
 def live_trace(workload: Workload, options: EngineConfig, kv_blocks: int) -> Iterator[dict[str, Any]]:
-    """One object a stage, as the scheduler process launched them, with the times of the worker. Raises ConfigError, RequestError, EngineDeadError."""
+    """One object a stage, as the scheduler process launched them, with the times of the worker. Raises ConfigError,
+    RequestError, EngineDeadError."""
     from depthbatch.frontend.llm import LLM
 
     order = sorted(workload.requests, key=lambda request: request.arrival_s)

@@ -5,8 +5,9 @@ flight then. Implicated a second time without having been cleared, it is a suspe
 nothing beside them, before anything else does. A worker that dies while one request alone was in flight, which had been
 implicated before, was killed by that one.
 
-So a killer costs two deaths where it runs alone, and three where others run beside it; an innocent request fails only
-if two workers die of something else, both while it alone runs the same token.
+So a killer costs two deaths where it runs alone, and three where others run beside it. An innocent request fails only if
+so many workers die of something else before it has got past what it ran at the first death, and the last one while it
+runs alone. Where a rebuild decodes all of an output again (KV layouts whose loops share a plane) that may take a while.
 """
 
 from collections.abc import Iterable

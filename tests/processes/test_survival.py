@@ -28,9 +28,9 @@ def undisturbed() -> list[list[int]]:
 def test_hangs_are_ended(
     undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Row "the device hangs, its process lives: every request waits until somebody kills it by hand". A worker that waits for itself writes where it is into its log; one that is stopped cannot, which the frontend's
-    log says; then a scheduler hangs. Each is killed and started again, and every stream goes on with the tokens that it
-    would have had."""
+    """Row "the device hangs, its process lives: every request waits until somebody kills it by hand". A worker that waits
+    for itself writes where it is into its log; one that is stopped cannot, which the frontend's log says; then a
+    scheduler hangs. Each is killed and started again, and every stream goes on with the tokens that it would have had."""
     monkeypatch.setattr(health, "SILENCE_S", 2.0)
     faults = install(
         monkeypatch,
@@ -74,8 +74,9 @@ def test_a_request_that_kills_the_worker_fails_alone(
 def test_no_memory_in_a_step_and_deaths_in_prefill_lose_nothing(
     undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row "out of memory in a step: every request is lost". The host's memory, then the device's, runs out in a decode step; a long prompt's worker, then its scheduler, is
-    killed in the middle of its prefill: every request gets all of its tokens."""
+    """Row "out of memory in a step: every request is lost". The host's memory, then the device's, runs out in a decode
+    step; a long prompt's worker, then its scheduler, is killed in the middle of its prefill: every request gets all of
+    its tokens."""
     faults = install(
         monkeypatch,
         tmp_path,
