@@ -93,4 +93,5 @@ def test_no_memory_in_a_step_and_deaths_in_prefill_lose_nothing(
         assert faults.struck == 4
         assert llm.generate([long], own)[0].token_ids == killed.token_ids
         restarts = {name: process.restarts for name, process in llm.health().processes.items()}
-        assert restarts == {"frontend": 0, "scheduler": 1, "worker": 4} and llm.stats()["kv_cache_usage_perc"] == 0.0
+        assert restarts.pop("worker") in (3, 4)  # the scheduler may die before anybody has seen that the worker has
+        assert restarts == {"frontend": 0, "scheduler": 1} and llm.stats()["kv_cache_usage_perc"] == 0.0
