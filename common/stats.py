@@ -56,6 +56,7 @@ class CoreStats(_Stats, frozen=True):
     exit_depth: HistogramStats = HistogramStats()
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0  # prompt and output of these
     kv_usage: float = 0.0  # share of the blocks, 0 to 1
     queue_lengths: dict[str, int] = {}
     prefix_cache: PrefixCacheStats | None = None

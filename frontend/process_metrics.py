@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from depthbatch.common.messages import SchedulerStats
+from depthbatch.common.messages import EngineInfo, SchedulerStats
 from depthbatch.common.stats import CoreStats, HistogramStats, StageStats
 from depthbatch.frontend.health import EngineHealth
 from depthbatch.frontend.metrics import PREFIX
@@ -26,13 +26,20 @@ Values = float | Mapping[str, float]  # one, or one for each value of a label
 class ProcessCollector:
     """For a registry: what scheduler and worker last told, and how often each process was started again."""
 
-    def __init__(self, health: Callable[[], EngineHealth]) -> None:
+    def __init__(self, health: Callable[[], EngineHealth], info: EngineInfo) -> None:
         self.stats: SchedulerStats | None = None
         self._health = health
+        self._info = info
 
     def collect(self) -> Iterator[Metric]:
         if self.stats is not None:
             yield from (family for family in scheduler_families(self.stats) if family.name not in UNEXPORTED)
+        blocks = {"block_size": str(self._info.block_size), "num_gpu_blocks": str(self._info.num_blocks - 1)}
+        cache = GaugeMetricFamily(
+            PREFIX + "cache_config_info", "The KV cache, as labels; always 1.", labels=["process", *blocks]
+        )
+        cache.add_metric(["worker", *blocks.values()], 1)
+        yield cache
         restarts = CounterMetricFamily(
             PREFIX + "process_restarts", "Times a process was started again.", labels=["process"]
         )

@@ -151,6 +151,7 @@ class Scheduler:
             self.counters.stats(),
             running=self.num_running,
             waiting=self.num_waiting,
+            waiting_tokens=sum(request.num_tokens for request in self.admission.waiting),
             kv_usage=1.0 - self.admission.blocks.free / self.config.usable_blocks,
             queue_lengths={name: int(getattr(view, name)) for name in ("q_p", "q_d", "q_r", "q_c")},
             prefix_cache=None if prefixes is None else PrefixCacheStats(prefixes.queries, prefixes.hits),

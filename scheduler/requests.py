@@ -1,6 +1,7 @@
 """Requests and the queue of those that wait for prefill. Knows nothing of slots' device state or stages."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -124,6 +125,13 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        """All that wait, in no order."""
+        yield from self._suspects.values()
+        for lane in self._by_priority.values():
+            for own in lane.values():
+                yield from own.values()
 
     def push(self, request: Request) -> None:
         """Behind what waits of its priority and client."""

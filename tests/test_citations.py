@@ -21,7 +21,7 @@ SECTION = re.compile(r"\b([a-z][a-z-]*)(?:\.md)?, section (\d+)")
 HEADING = re.compile(r"\((?:[^()]* )?(?:docs/)?([a-z][a-z-]*)\.md, (?!section)([^,():;]+)[,):;]")  # in brackets
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 HOP = re.compile(r"`([\w/]+\.py):(\w+)`")
-NOWHERE = ("hardware notes", "hardware.md", "interfaces.md", "families.md", "fleet.md", "house.md")
+NOWHERE = ("hardware notes", "hardware.md", "interfaces.md", "families.md", "house.md")
 
 
 def sources() -> list[Path]:

@@ -152,9 +152,10 @@ async def _ended(task: asyncio.Future[bytes | None]) -> None:
         await asyncio.wait((task,))
 
 
-def documented(answer: type[BaseModel], *, generates: bool = False) -> dict[str, Any]:
-    """Route arguments: the answer's shape for the OpenAPI document, and the errors it may have."""
-    statuses = [400, 401, 404, 413, 415, 431, *((500, 503, 504) if generates else ())]
+def documented(answer: type[BaseModel], *, generates: bool = False, starts: bool = False) -> dict[str, Any]:
+    """Route arguments: the answer's shape for the OpenAPI document, and the errors it may have. ``starts``: 503 while the
+    engine does."""
+    statuses = [400, 401, 404, 413, 415, 431, *((500, 503, 504) if generates else (503,) if starts else ())]
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer}}
     responses |= {status: {"model": ErrorAnswer} for status in statuses}
     if generates:

@@ -9,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse
 
 from depthbatch import __version__
-from depthbatch.frontend.http import chat, completions, operations, page
+from depthbatch.frontend.http import chat, completions, operations, page, router_routes
 from depthbatch.frontend.http.edge import Edge
 from depthbatch.frontend.http.error_answers import install_handlers
 from depthbatch.frontend.http.generation import Service
@@ -30,6 +30,7 @@ def create_app(service: Service, probe: operations.Probe) -> FastAPI:
     app.include_router(completions.routes(service))
     app.include_router(chat.routes(service))
     app.include_router(operations.routes(service, probe))
+    app.include_router(router_routes.routes(service, probe))
     if service.config.page == "on":
         app.include_router(page.routes(_facts(service, probe)))
     install_handlers(app)

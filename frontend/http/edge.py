@@ -13,7 +13,7 @@ from depthbatch.frontend.http.page import PATHS
 from depthbatch.frontend.params import shown
 
 # what probes, scrapers and browsers read without a key; everything that names or runs a model needs one
-OPEN_PATHS = PATHS | {"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"}
+OPEN_PATHS = PATHS | {"/health", "/ready", "/metrics", "/version", "/get_load", "/v1/loads", "/docs", "/openapi.json"}
 UNPACED_PATHS = OPEN_PATHS | {"/abort"}  # an abort makes room for those who wait
 STARTS_PER_TURN = 4  # a millisecond or two each
 

@@ -1,6 +1,7 @@
 """Endpoints about the server: models, tokens, abort, health, readiness, metrics, stages, version."""
 
 import asyncio
+import contextlib
 import os
 import stat
 from dataclasses import asdict
@@ -12,7 +13,9 @@ from prometheus_client import generate_latest
 from starlette.responses import Response
 
 from depthbatch import __version__
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.stats import CoreStats
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.http.answers import documented, json_answer
 from depthbatch.frontend.http.edge import client_of
@@ -37,7 +40,7 @@ from depthbatch.frontend.http.schemas import (
 from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.process_metrics import ProcessCollector
 
-STATS_WAIT_S = 0.5  # a scheduler that does not answer in time is reported with the numbers it gave last
+STATS_WAIT_S = 0.5
 LAST_STAGES = 400  # that are told
 STAGE_BYTES = 512  # a line of the trace is mostly shorter
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,7 +49,13 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Probe(Protocol):
     """Health by progress and the joined metrics; never asks the engine, only reads what it has pushed."""
 
+    @property
+    def config(self) -> EngineConfig: ...
     def health(self) -> HealthAnswer: ...
+    async def core_stats(self) -> CoreStats | None:
+        """Of the scheduler's core, as it is now; None where there is none yet."""
+        ...
+
     async def metrics_text(self) -> bytes: ...
     def stages(self) -> list[bytes] | None:
         """The last stages as JSON, oldest first; None where nothing writes them down."""
@@ -60,7 +69,7 @@ class EngineProbe:
         self._engine = engine
         self._metrics = metrics
         self._stall_s = stall_s
-        self._processes = ProcessCollector(lambda: engine.health(stall_s))
+        self._processes = ProcessCollector(lambda: engine.health(stall_s), engine.info)
         metrics.registry.register(self._processes)
 
     def health(self) -> HealthAnswer:
@@ -68,13 +77,23 @@ class EngineProbe:
         processes = {name: ProcessHealth(**asdict(process)) for name, process in health.processes.items()}
         return HealthAnswer(status=health.status, processes=processes)
 
-    async def metrics_text(self) -> bytes:
-        """Everything that one scrape gets."""
-        try:
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    async def core_stats(self) -> CoreStats | None:
+        await self._refresh()
+        return None if self._processes.stats is None else self._processes.stats.core
+
+    async def _refresh(self) -> None:
+        """A scheduler that does not answer in time is reported with what it told last."""
+        with contextlib.suppress(TimeoutError, EngineDeadError):
             async with asyncio.timeout(STATS_WAIT_S):
                 self._processes.stats = await self._engine.scheduler_stats()
-        except (TimeoutError, EngineDeadError):
-            pass
+
+    async def metrics_text(self) -> bytes:
+        """Everything that one scrape gets."""
+        await self._refresh()
         return generate_latest(self._metrics.registry)
 
     def stages(self) -> list[bytes] | None:

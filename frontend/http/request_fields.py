@@ -79,6 +79,8 @@ UNSUPPORTED: dict[str, Neutral] = {
     "conversation": _null,
     "previous_response_id": _null,
     "cache_salt": _null,
+    "no_stop_trim": _off,
+    "return_hidden_states": _off,
 }
 # the same of objects within a body, by the field or the list that holds them
 UNSUPPORTED_WITHIN: dict[str, dict[str, Neutral]] = {
@@ -107,6 +109,7 @@ UNSUPPORTED_WITHIN: dict[str, dict[str, Neutral]] = {
     },
 }
 REASONS = {
+    "no_stop_trim": "its name is include_stop_str_in_output here",
     "cache_salt": "prompts that begin alike share their K/V, whoever sent them; --prefix-caching off shares none",
     **dict.fromkeys(("tools", "functions", "tool_calls", "tool_call_id"), "this engine's models call no tools"),
     **dict.fromkeys(
@@ -116,9 +119,11 @@ REASONS = {
     **dict.fromkeys(("conversation", "previous_response_id"), "this server keeps no conversations: send the messages"),
 }
 
-# bookkeeping that changes no output; accepted without a word
+# bookkeeping that changes no output, and how a reasoning parser shows what it finds, where there is none; accepted without
+# a word
 HARMLESS = frozenset(
     {"user", "store", "metadata", "service_tier", "cache_control", "parallel_tool_calls", "safety_identifier"}
+    | {"separate_reasoning", "stream_reasoning", "include_reasoning"}
 )
 
 _warned: set[str] = set()

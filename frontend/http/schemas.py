@@ -380,6 +380,51 @@ class ReadyAnswer(BaseModel):
     status: str
 
 
+class LoadAnswer(BaseModel):
+    load: int = Field(description="sequences that run and wait")
+
+
+class RankLoad(BaseModel):
+    dp_rank: int
+    num_running_reqs: int = Field(description="sequences that hold a slot")
+    num_waiting_reqs: int = Field(description="sequences that wait for one")
+    num_used_tokens: int = Field(description="tokens that the KV blocks in use hold")
+    num_total_tokens: int = Field(description="these, and the tokens of what waits")
+    max_total_num_tokens: int = Field(description="tokens that all KV blocks hold")
+    max_running_requests: int
+    token_usage: float = Field(description="share of the KV blocks in use, 0 to 1")
+    cache_hit_rate: float = Field(description="share of the prompt tokens found in the prefix cache since its start")
+
+
+class LoadsAnswer(BaseModel):
+    version: str
+    loads: list[RankLoad]
+
+
+class ServerInfoAnswer(BaseModel):
+    version: str
+    model_path: str
+    served_model_name: str
+    tp_size: int
+    dp_size: int
+    context_length: int
+    page_size: int
+    max_total_num_tokens: int
+    max_running_requests: int
+    device: str
+    dtype: str
+    kv_layout: str
+
+
+class ModelInfoAnswer(BaseModel):
+    model_path: str
+    model_type: str
+    is_generation: bool
+    has_image_understanding: bool
+    has_audio_understanding: bool
+    preferred_sampling_params: dict[str, Any] | None
+
+
 class VersionAnswer(BaseModel):
     version: str
 

@@ -15,6 +15,7 @@ from depthbatch.frontend.health import EngineHealth, ProcessHealth
 from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.process_metrics import UNEXPORTED, ProcessCollector, flat_stats, scheduler_families
 from depthbatch.scheduler.counters import Counters
+from fakes.serving_engine import fake_info
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 NAME = re.compile(r"depthbatch:[a-z0-9_]+")
@@ -50,7 +51,7 @@ def full_stats() -> SchedulerStats:
 def told(stats: SchedulerStats) -> ProcessCollector:
     """What a scrape joins to the frontend's own figures."""
     health = EngineHealth("ok", {"worker": ProcessHealth(1, "running", 0, 0.0, 3)})
-    collector = ProcessCollector(lambda: health)
+    collector = ProcessCollector(lambda: health, fake_info())
     collector.stats = stats
     return collector
 
@@ -90,7 +91,7 @@ def test_scheduler_counters_become_valid_exposition() -> None:
     registry.register(told(stats))
     families = {family.name: family for family in _families(generate_latest(registry))}
     wanted = {family.name for family in scheduler_families(stats)}
-    assert set(families) == (wanted - UNEXPORTED) | {"depthbatch:process_restarts"}
+    assert set(families) == (wanted - UNEXPORTED) | {"depthbatch:process_restarts", "depthbatch:cache_config_info"}
     assert wanted > UNEXPORTED and len(wanted) == 30
     sizes = families["depthbatch:stage_batch_size"]
     assert sizes.type == "histogram"
@@ -101,6 +102,8 @@ def test_scheduler_counters_become_valid_exposition() -> None:
     assert families["depthbatch:request_queue_time_seconds"].type == "histogram"
     idle = {sample.labels["cause"]: sample.value for sample in families["depthbatch:worker_idle_seconds"].samples}
     assert idle == {"scheduler": 2.0, "no_work": 3.0}
+    (cache,) = families["depthbatch:cache_config_info"].samples
+    assert cache.labels == {"process": "worker", "block_size": "16", "num_gpu_blocks": "99"} and cache.value == 1
     restarts = families["depthbatch:process_restarts"].samples[0]
     assert restarts.labels == {"process": "worker"} and restarts.value == 3
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "getting-started.md", "operating.md", "options.md", "http-api.md", "adding-a-model.md", "zmq-api.md",
     "architecture.md", "concepts.md", "scheduling.md", "models.md", "failures.md", "python-api.md", "training.md", "sweeps.md",
-    "structure.md", "names.md", "page.md", "cpu.md", "gpu.md", "benchmarks.md",
+    "structure.md", "names.md", "page.md", "fleet.md", "cpu.md", "gpu.md", "benchmarks.md",
 )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import uvloop
 from prometheus_client import generate_latest
 
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.stats import CoreStats
 from depthbatch.frontend.http.app import create_app
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.schemas import HealthAnswer, ProcessHealth
@@ -27,11 +29,16 @@ class FakeProbe:
     def __init__(self, service: Service) -> None:
         self.status = "ok"
         self.stage_lines: list[bytes] | None = None
+        self.config = EngineConfig(max_num_seqs=8)
+        self.core: CoreStats | None = CoreStats()
         self._service = service
 
     def health(self) -> HealthAnswer:
         process = ProcessHealth(pid=1, state="running", steps=0, last_step_age_s=0.0, restarts=0)
         return HealthAnswer(status=self.status, processes=dict.fromkeys(("frontend", "scheduler", "worker"), process))
+
+    async def core_stats(self) -> CoreStats | None:
+        return self.core
 
     async def metrics_text(self) -> bytes:
         return generate_latest(self._service.metrics.registry)

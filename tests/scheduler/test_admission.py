@@ -417,3 +417,13 @@ def test_clients_take_turns_at_the_slots() -> None:
         events = harness.scheduler.complete(StageResult(stage.header.step_id, 0.0, 1.0, b"\1\0\0\0"), 1.0)
         finished += [event.request_id for event in events]
     assert finished == [1, 4, 2, 3]
+
+
+def test_waiting_tokens_are_of_all_that_wait() -> None:
+    """What waits counts with its tokens, whatever its priority and client, until it has a slot."""
+    core = Scheduler(replace(BASE, max_num_seqs=1, buckets=(1,)))
+    for number, (prompt, priority) in enumerate([(5, 0), (7, 0), (11, 3)], 1):
+        assert core.submit(submit(number, prompt, priority=priority), 0.0) is None
+    assert (core.stats().waiting_tokens, core.stats().waiting) == (23, 3)
+    assert core.next_stage(0.0) is not None
+    assert (core.stats().waiting_tokens, core.stats().running) == (12, 1)
