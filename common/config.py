@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
+from depthbatch.common.kv_events import KvEventsConfig
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import LOG_LEVELS
 from depthbatch.common.text_files import read_text
@@ -205,6 +206,13 @@ class EngineConfig(Options, frozen=True):
     prefix_caching: Annotated[
         str, option("keep the K/V of prompts, so that prompts which begin alike share them", PREFIX_CACHING, bare="on")
     ] = "off"
+    kv_events_config: Annotated[
+        str | None,
+        option(
+            "what happens to cached prefixes, published for routers as vLLM does: a JSON object, "
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": ...}'
+        ),
+    ] = None
     stage_trace: Annotated[
         str | None, option("file that gets one JSON line a stage, in launch order (scheduling trace)")
     ] = None
@@ -288,8 +296,16 @@ class EngineConfig(Options, frozen=True):
             if getattr(self, name) is not None and self.objective == "throughput":
                 raise ConfigError(f"{name} needs policy auto with objective latency or goodput")
         gate = GATE_BY_LABEL[self.gate] if self.gate is not None else Gate.NONE
+        if self.kv_events is not None and self.prefix_caching == "off":
+            raise ConfigError("kv_events_config needs prefix_caching: there are no cached prefixes to tell of")
         if self.kv_layout is not None and not KVLayout(self.kv_layout).allows_early_exit and gate.may_exit_early:
             raise ConfigError(f"kv_layout {self.kv_layout} cannot run gate {self.gate}: early exits leave holes in it")
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Of ``kv_events_config``; None where nothing is published. Raises ConfigError."""
+        config = None if self.kv_events_config is None else KvEventsConfig.parse(self.kv_events_config)
+        return config if config is not None and config.enable_kv_cache_events else None
 
     @property
     def draft_lanes(self) -> int | None:

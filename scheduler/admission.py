@@ -9,6 +9,7 @@ import numpy as np
 from depthbatch.common.frames import Int32Array
 from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
 from depthbatch.scheduler.kv_blocks import BlockPool, PrefixCache, PrefixCachingPool, SlotPool
+from depthbatch.scheduler.kv_events import KvEvents
 from depthbatch.scheduler.lanes import Chains
 from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import PrefillLimit, Request, State, WaitingQueue
@@ -34,8 +35,9 @@ class Admission:
         self.chains = Chains(config, self.rows) if config.draft_lanes else None
         self.blocks = BlockPool(config.num_blocks)
         self.prefixes: PrefixCache | None = None
+        self.kv_events = KvEvents(config.block_size) if config.kv_events else None
         if config.prefix_caching:
-            self.blocks = pool = PrefixCachingPool(config.num_blocks)
+            self.blocks = pool = PrefixCachingPool(config.num_blocks, self.kv_events)
             self.prefixes = PrefixCache(pool, config.block_size, config.seeded_state)
         self.slots = SlotPool(config.max_num_seqs)
         self.waiting = WaitingQueue()

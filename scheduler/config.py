@@ -47,6 +47,7 @@ class SchedulerConfig:
     kv_headroom: float = 0.0  # share of the blocks kept free at admission
     preemption: str = "recompute"
     prefix_caching: bool = False
+    kv_events: bool = False  # what happens to cached prefixes is collected
     seeded_state: bool = False  # a prompt's K/V depend on its request's seed
     async_scheduling: str = "off"
     gates: tuple[Gate, ...] = tuple(Gate)
@@ -104,6 +105,7 @@ class SchedulerConfig:
             kv_headroom=options.kv_headroom,
             preemption=options.preemption,
             prefix_caching=options.prefix_caching == "on",
+            kv_events=options.kv_events is not None,
             seeded_state=options.state_init == "seeded",
             async_scheduling=options.async_scheduling,
             gates=tuple(info.gates),

@@ -20,6 +20,7 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.dispatch import Dispatch
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
+from depthbatch.scheduler.kv_events import Event as KvEvent
 from depthbatch.scheduler.lanes import CodaRows
 from depthbatch.scheduler.lifecycle import Lifecycle, finish_reason
 from depthbatch.scheduler.policy.make import make_policy
@@ -115,6 +116,10 @@ class Scheduler:
         """Events that no result has carried yet."""
         events, self._requests.events = self._requests.events, []
         return events
+
+    def drain_kv_events(self) -> tuple[KvEvent, ...]:
+        """What has happened to cached prefixes; nothing where it is not collected."""
+        return self.admission.kv_events.take() if self.admission.kv_events is not None else ()
 
     def recover(self) -> None:
         """The worker is gone: everything in flight is lost, every request it worked on waits to be rebuilt, but for one

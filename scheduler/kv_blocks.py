@@ -18,6 +18,7 @@ import numpy as np
 
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.splitmix64 import ALL_BITS
+from depthbatch.scheduler.kv_events import KvEvents
 from depthbatch.scheduler.requests import Request
 
 Key = bytes
@@ -96,8 +97,10 @@ class PrefixCachingPool(BlockPool):
     ``free`` counts what can be taken: blocks that hold nothing, and cached ones without an owner (idle).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: KvEvents | None = None) -> None:
+        """``events`` is told what goes; whoever publishes tells it what comes."""
         super().__init__(num_blocks)
+        self.events = events
         self._owners = np.zeros(num_blocks, np.int32)
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
@@ -129,19 +132,26 @@ class PrefixCachingPool(BlockPool):
         self._owners[shared] += 1
         return shared
 
-    def publish(self, keys: Iterable[Key], blocks: Iterable[int]) -> None:
-        """These owned blocks now hold these prefixes. A prefix that is known already keeps the block it has."""
-        for key, block in zip(keys, blocks, strict=True):
+    def publish(self, keys: Iterable[Key], blocks: Iterable[int]) -> list[int]:
+        """These owned blocks now hold these prefixes. A prefix that is known already keeps the block it has. Returns which
+        of them are new."""
+        new: list[int] = []
+        for number, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             if key not in self._block_of and block not in self._key_of:
                 self._block_of[key] = block
                 self._key_of[block] = key
+                new.append(number)
+        return new
 
     def take(self, count: int) -> Int32Array:
         if count > self.free:
             raise ValueError(f"{count} blocks asked, {self.free} free")
         evicted = [self._idle.popitem(last=False)[0] for _ in range(count - self._height)]
-        for block in evicted:
-            del self._block_of[self._key_of.pop(block)]
+        gone = [self._key_of.pop(block) for block in evicted]
+        for key in gone:
+            del self._block_of[key]
+        if self.events is not None:
+            self.events.removed(gone)
         super().give(np.array(evicted, np.int32))
         blocks = super().take(count)
         self._owners[blocks] = 1
@@ -161,6 +171,8 @@ class PrefixCachingPool(BlockPool):
         self._idle.clear()
         self._block_of.clear()
         self._key_of.clear()
+        if self.events is not None:
+            self.events.cleared()
 
     def free_blocks(self) -> Int32Array:
         return np.concatenate([super().free_blocks(), np.fromiter(self._idle, np.int32, len(self._idle))])
@@ -202,10 +214,16 @@ class PrefixCache:
     def publish(self, request: Request, start: int, table: Int32Array) -> None:
         """A prefill that runs the request's tokens from ``start`` has been put together; ``table``: its slot's blocks."""
         first, end = start // self._block_size, min(request.computed, request.prompt.size) // self._block_size
-        self.pool.publish(self._keys(request)[first:end], table[first:end].tolist())
+        keys = self._keys(request)
+        new = self.pool.publish(keys[first:end], table[first:end].tolist())
+        if self.pool.events is not None:
+            self.pool.events.stored(keys, request.prompt, self._salt(request), [first + number for number in new])
 
     def _keys(self, request: Request) -> tuple[Key, ...]:
         if request.prefix_keys is None:
-            salt = (request.params.seed & ALL_BITS).to_bytes(8, "little") if self._seeded else b""
-            request.prefix_keys = prefix_keys(request.prompt, self._block_size, salt)
+            request.prefix_keys = prefix_keys(request.prompt, self._block_size, self._salt(request))
         return request.prefix_keys
+
+    def _salt(self, request: Request) -> bytes:
+        """What K/V of a prefix depend on beside its tokens."""
+        return (request.params.seed & ALL_BITS).to_bytes(8, "little") if self._seeded else b""

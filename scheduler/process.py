@@ -46,6 +46,7 @@ from depthbatch.common.os_process import tune_garbage_collection
 from depthbatch.common.transport import SCHEDULER_ENDPOINT, WORKER_ENDPOINT, Received, Router, endpoint
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.kv_events import KvEventPublisher
 from depthbatch.scheduler.peers import Frontends, WorkerPeer
 from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.scheduler.stage_trace import StageTrace
@@ -89,9 +90,12 @@ class SchedulerProcess:
         self.frontends = Frontends(Router(context, endpoint(run_dir, SCHEDULER_ENDPOINT), FrontendMessage))
         self.worker = WorkerPeer(Router(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerMessage))
         self.core: Scheduler | None = None
+        self._kv_events = None if options.kv_events is None else KvEventPublisher(context, options.kv_events)
         self._poller = zmq.Poller()
         self._poller.register(self.frontends.link.socket, zmq.POLLIN)
         self._poller.register(self.worker.link.socket, zmq.POLLIN)
+        if self._kv_events is not None and self._kv_events.replays is not None:
+            self._poller.register(self._kv_events.replays, zmq.POLLIN)
         self._verb_seconds = dict.fromkeys(VERBS, 0.0)
         self._stage_us: deque[float] = deque(maxlen=STAGES_REMEMBERED)  # complete, schedule and dispatch, by stage
         self._spent_s = 0.0  # in those verbs, up to the last stage
@@ -161,6 +165,10 @@ class SchedulerProcess:
                     fault_points.reach("scheduler.publish", events)
                 for request_id in self.frontends.publish(events):
                     self.core.abort(request_id)
+                if self._kv_events is not None:
+                    self._kv_events.publish(self.core.drain_kv_events())
+            if self._kv_events is not None:
+                self._kv_events.answer_replays()
             now = time.monotonic()
             if now >= self._next_heartbeat_s:
                 self._next_heartbeat_s = now + HEARTBEAT_S
@@ -172,6 +180,8 @@ class SchedulerProcess:
         """Tells the worker to stop and closes sockets and trace."""
         if self._trace is not None:
             self._trace.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self.worker.send_shutdown()
         self.worker.link.close()
         self.frontends.link.close()

@@ -27,6 +27,7 @@ OTHER: dict[str, Any] = {
     "tensor_parallel_size": 4,
     "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
     "speculation": "2", "draft_depth": 3, "draft_acceptance": 0.5, "hang_s": 20.0,
+    "kv_events_config": '{"enable_kv_cache_events": true, "endpoint": "ipc://kv"}',
     "chat_template": "chat.jinja", "generation_config": "off", "run_dir": "run",
 }  # fmt: skip
 TARGETS = ("objective", "ttft_target_ms", "itl_target_ms")
@@ -36,6 +37,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "ttft_target_ms": {"objective": "latency"},
     "itl_target_ms": {"objective": "latency"},
     "draft_depth": {"speculation": 1},
+    "kv_events_config": {"prefix_caching": "on"},
     "draft_acceptance": {"speculation": "auto", "device": "simulated:x.json"},
 }
 RANKS = "tensor_parallel_size"  # not of a simulated device

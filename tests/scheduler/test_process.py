@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgpack
 import msgspec
 import numpy as np
 import pytest
@@ -45,6 +46,8 @@ from depthbatch.common.messages import (
 )
 from depthbatch.common.transport import Dealer, endpoint
 from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.kv_blocks import prefix_keys
+from depthbatch.scheduler.kv_events import END, block_hash
 from depthbatch.scheduler.process import SchedulerProcess
 from depthbatch.scheduler.stage_batch import ScheduledStage
 from fakes.paged_model import plain_decode
@@ -465,3 +468,48 @@ def test_worker_of_another_version_ends_the_scheduler(run_dir: Path) -> None:
     assert process.wait(WAIT_S) == 1
     worker.stop()
     context.destroy(0)
+
+
+def test_batches_on_the_wire_are_vllms(run_dir: Path) -> None:
+    """Over sockets, read as any msgpack reader does: topic, number, [time, [events], rank]. What is asked for again comes
+    again, byte for byte, and an end behind it; a new worker has an empty cache."""
+    events, replays = f"ipc://{run_dir}/kv", f"ipc://{run_dir}/replay"
+    text = json.dumps(
+        {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replays, "topic": "kv@me@demo"}
+    )
+    options = msgspec.structs.replace(OPTIONS, prefix_caching="on", kv_events_config=text)
+    info = engine_info(kv_layout="last_exited")
+    engine = Engine(run_dir, options)
+    subscriber, asker = engine.context.socket(zmq.SUB), engine.context.socket(zmq.DEALER)
+    subscriber.connect(events)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@me")
+    asker.connect(replays)
+    try:
+        worker = FakeWorker(run_dir, info=info)
+        frontend = engine.frontend
+        frontend.until(lambda: frontend.of(EngineReady))
+        prompt = list(range(9))
+        frontend.link.send(Submit(1, np.asarray(prompt, np.int32).tobytes(), RequestParams(max_tokens=2, max_loops=4)))
+        topic, number, payload = receive(subscriber)
+        assert (topic, number) == (b"kv@me@demo", bytes(8))
+        sent_s, told, rank = msgpack.unpackb(payload)
+        names = [block_hash(key) for key in prefix_keys(np.array(prompt, np.int32), 4)]
+        assert told == [["BlockStored", names, None, prompt[:8], 4, None, "GPU", None, None]]
+        assert sent_s > 1e9 and rank == 0
+        frontend.until(lambda: frontend.finished())
+        worker.stop()
+        other = FakeWorker(run_dir, pid=2, info=info)
+        _, number, cleared = receive(subscriber)
+        assert int.from_bytes(number, "big") == 1 and msgpack.unpackb(cleared)[1] == [["AllBlocksCleared"]]
+        asker.send_multipart([b"", (1).to_bytes(8, "big")])
+        assert [receive(asker)[1:], receive(asker)[1:]] == [[number, cleared], [END, b""]]
+        other.stop()
+    finally:
+        subscriber.close(0)
+        asker.close(0)
+        engine.stop()
+
+
+def receive(socket: zmq.Socket) -> list[bytes]:
+    assert socket.poll(10_000)
+    return socket.recv_multipart()

@@ -1,0 +1,150 @@
+"""What the scheduler tells routers of its prefix cache is what is in it, in vLLM's bytes."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.errors import ConfigError
+from depthbatch.common.kv_events import binds
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import RequestParams, Submit
+from depthbatch.scheduler.config import SchedulerConfig
+from depthbatch.scheduler.kv_blocks import prefix_keys
+from depthbatch.scheduler.kv_events import END, AllBlocksCleared, BlockRemoved, BlockStored, KvEvents, block_hash
+from fakes.paged_lockstep import Lockstep
+
+SIZE = 4
+CONFIG = SchedulerConfig(
+    policy="refill",
+    max_num_seqs=2,
+    max_num_batched_tokens=6,
+    min_free_slots=1,
+    min_coda_batch=1,
+    r_max=2,
+    block_size=SIZE,
+    num_blocks=12,
+    max_model_len=32,
+    buckets=(2,),
+    vocab_size=40,
+    kv_layout=KVLayout.LAST_EXITED,
+    prefix_caching=True,
+    kv_events=True,
+)
+
+
+def request(number: int, prompt: list[int], seed: int) -> Submit:
+    data = np.asarray(prompt, np.int32).tobytes()
+    return Submit(number, data, RequestParams(max_tokens=3, max_loops=2, seed=seed))
+
+
+class Router:
+    """What a router makes of events: the whole prefix behind each block hash."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[int, tuple[int, ...]] = {}
+
+    def hear(self, events: tuple) -> None:
+        for event in events:
+            match event:
+                case BlockStored(hashes, parent, token_ids, size):
+                    assert size == SIZE and len(token_ids) == SIZE * len(hashes)
+                    before = () if parent is None else self.prefixes[parent]
+                    for number, name in enumerate(hashes):
+                        assert name not in self.prefixes, "stored twice"
+                        before += token_ids[number * SIZE : (number + 1) * SIZE]
+                        self.prefixes[name] = before
+                case BlockRemoved(hashes):
+                    for name in hashes:
+                        del self.prefixes[name]  # known, and gone once
+                case AllBlocksCleared():
+                    self.prefixes.clear()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32), st.booleans())
+def test_a_router_that_listens_knows_what_is_cached(seed: int, seeded: bool) -> None:
+    """Prompts that begin alike, more of them than the cache holds, aborts, lost workers: after every step the blocks that the
+    events leave are those of the pool, parents are told before their children, and each block's tokens hash to its name."""
+    rng = random.Random(seed)
+    config = replace(CONFIG, seeded_state=seeded)
+    harness, router = Lockstep(config), Router()
+    for number in range(12):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 24))]
+        harness.submit(request(number, prompt, seed=rng.randrange(2)))
+        for _ in range(rng.randrange(12)):
+            if not rng.randrange(12):
+                harness.lose_worker()
+            elif not rng.randrange(12):
+                harness.abort(rng.randrange(number + 1))
+            elif harness.dispatch() is None:
+                harness.complete()
+            router.hear(harness.scheduler.drain_kv_events())
+            assert set(router.prefixes) == set(map(block_hash, harness.scheduler.admission.prefixes.pool._block_of))
+    harness.run()
+    router.hear(harness.scheduler.drain_kv_events())
+    for name, tokens in router.prefixes.items():
+        salts = [n.to_bytes(8, "little") for n in range(2)] if seeded else [b""]
+        keys = [prefix_keys(np.array(tokens, np.int32), SIZE, salt)[-1] for salt in salts]
+        assert name in map(block_hash, keys)
+
+
+def test_seeded_states_are_named_beside_the_tokens() -> None:
+    """Equal tokens under another seed are another block: the first one says so, as vLLM's extra keys do."""
+    harness = Lockstep(replace(CONFIG, seeded_state=True, max_num_batched_tokens=16))
+    harness.submit(request(0, list(range(9)), seed=5))
+    harness.run()
+    (event,) = harness.scheduler.drain_kv_events()
+    assert event.extra_keys == (((5).to_bytes(8, "little").hex(),), None)
+
+
+def config_of(**fields: object) -> str:
+    return json.dumps({"enable_kv_cache_events": True, **fields})
+
+
+def test_an_event_is_of_blocks_that_follow_each_other() -> None:
+    """A block between them that is known already ends the event; the next one's parent is that block."""
+    prompt, events = np.arange(16, dtype=np.int32), KvEvents(SIZE)
+    keys = prefix_keys(prompt, SIZE)
+    events.stored(keys, prompt, b"", [0, 2, 3])
+    names = list(map(block_hash, keys))
+    first, second = events.take()
+    assert (first.block_hashes, first.parent_block_hash, first.token_ids) == ((names[0],), None, tuple(range(4)))
+    assert (second.block_hashes, second.parent_block_hash) == (tuple(names[2:]), names[1])
+    assert second.token_ids == tuple(range(8, 16)) and events.take() == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "JSON is malformed|truncated"),
+        (config_of(), "endpoint is missing"),
+        (config_of(endpoint="localhost:5557"), "endpoint must begin with tcp:// or ipc://, not 'localhost:5557'"),
+        (config_of(endpoint="ipc://x", publisher="kafka"), "publisher must be zmq, not 'kafka'"),
+        (config_of(endpoint="ipc://x", max_queue_size=1), "max_queue_size"),
+        (config_of(endpoint="ipc://x", hwm=-1), "hwm must be at least 0"),
+    ],
+)
+def test_a_bad_configuration_is_refused_by_its_field(text: str, words: str) -> None:
+    """At the edge, in one line; what vLLM has and this engine does not is refused, too."""
+    with pytest.raises(ConfigError, match=f"kv_events_config: .*({words})"):
+        EngineConfig(kv_events_config=text, prefix_caching="on")
+
+
+def test_without_a_cache_there_is_nothing_to_tell() -> None:
+    with pytest.raises(ConfigError, match="needs prefix_caching"):
+        EngineConfig(kv_events_config=config_of(endpoint="ipc://x"), prefix_caching="off")
+    off = EngineConfig(kv_events_config='{"enable_kv_cache_events": false}', prefix_caching="off")
+    assert off.kv_events is None
+
+
+def test_what_binds_and_what_connects_is_vllms_rule() -> None:
+    """A router connects to each server, or, as with llm-d, every server connects to the router."""
+    assert binds("tcp://*:5557") and binds("ipc:///x") and binds("tcp://[::]:5557")
+    assert not binds("tcp://router:5557")
+    assert END == b"\xff" * 8
