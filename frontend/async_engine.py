@@ -6,21 +6,23 @@ piled up in it becomes one delta a request, so a slow reader gets fewer, larger 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import DepthbatchError, EngineDeadError
-from depthbatch.common.messages import EngineInfo, FinishReason, SchedulerStats, TokenEvent
+from depthbatch.common.errors import DepthbatchError, EngineDeadError, RequestError
+from depthbatch.common.messages import EngineInfo, FinishReason, SchedulerStats, Submit, TokenEvent
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.background import background, failure_of, panics_as_errors
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.live_requests import News
+from depthbatch.frontend.kept_answers import KeptAnswer, KeptAnswers, Numbered, single_tokens
+from depthbatch.frontend.live_requests import LiveRequest, News, Progress
 from depthbatch.frontend.loading_progress import LoadingProgress
+from depthbatch.frontend.mailbox import Mailbox, Place, Request
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.process_metrics import flat_stats
@@ -37,58 +39,6 @@ from depthbatch.frontend.tokenizer import Tokenizer
 
 TIMER_S = 0.001  # the loop's timers may be as much too early
 TICK_S = 0.1  # missed deadlines, and a net under the edge-triggered socket descriptor
-
-
-class Place(NamedTuple):
-    """A request among those that were submitted with it."""
-
-    number: int
-    assembler: OutputAssembler
-
-
-class Mailbox:
-    """Requests that were submitted together: those that still run, and their news that the reader has not taken yet."""
-
-    def __init__(self, name: str, leave: Callable[[int], None]) -> None:
-        """``leave`` is told of each request whose last delta is taken; it may still run, after a stop string."""
-        self.name = name
-        self._leave = leave
-        self.places: dict[int, Place] = {}  # by internal id
-        self._news: list[News] = []
-        self._wanted: asyncio.Future[None] | None = None
-
-    def put(self, news: News) -> None:
-        self._news.append(news)
-        if self._wanted is not None and not self._wanted.done():
-            self._wanted.set_result(None)
-
-    async def take(self) -> list[IndexedDelta]:
-        """Everything that has come, one delta a request; raises the error that one of them got, once what came before
-        is taken. A request leaves its place with its last delta. Empty when all of it followed a stop string."""
-        if not self._news:
-            self._wanted = asyncio.get_running_loop().create_future()
-            await self._wanted
-        deltas: dict[int, OutputDelta] = {}
-        for position, (request_id, event) in enumerate(self._news):
-            place = self.places.get(request_id)
-            if place is None:
-                continue
-            if isinstance(event, DepthbatchError):
-                if not deltas:
-                    raise event
-                self._news = self._news[position:]
-                break
-            delta = place.assembler.push(event)
-            if delta.finish_reason is not None:
-                del self.places[request_id]
-                self._leave(request_id)
-            if place.number in deltas:
-                deltas[place.number].append(delta)
-            else:
-                deltas[place.number] = delta
-        else:
-            self._news = []
-        return [IndexedDelta(index, delta) for index, delta in deltas.items()]
 
 
 class AsyncEngine:
@@ -125,6 +75,7 @@ class AsyncEngine:
         self.tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._grammars = GrammarChecker(lambda: host_of(self.config.model, self.info))
         self._pump_is_due = False
+        self._kept: KeptAnswers | None = None
 
     # --- life
 
@@ -165,6 +116,9 @@ class AsyncEngine:
             await asyncio.gather(self._ticker, return_exceptions=True)
             self._ticker = None
         self._unwatch()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
         await asyncio.get_running_loop().run_in_executor(None, self._client.close)
         for internal_id, mailbox in self._mailboxes.items():
             mailbox.put((internal_id, EngineDeadError("the engine is closed")))
@@ -243,41 +197,127 @@ class AsyncEngine:
         """
         params = params or SamplingParams(**self.sampling_defaults)
         token_ids = await self.encode(prompt, params)
-        await self._prove_grammar(token_ids, params)
-        with self._submitted([(token_ids, params)], request_id) as mailbox:
-            while mailbox.places:
-                for _, delta in await mailbox.take():
+        async with contextlib.aclosing(self.generate_all([(token_ids, params)], request_id)) as batches:
+            async for batch in batches:
+                for _, delta in batch:
                     yield delta
 
     async def generate_all(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None = None, client: int = 0
+        self,
+        requests: Sequence[Request],
+        request_id: str | None = None,
+        client: int = 0,
+        form: bytes | None = None,
+        progress: Progress | None = None,
     ) -> AsyncGenerator[list[IndexedDelta], None]:
         """Requests (token ids and parameters) that are submitted together under one name: what has come for them, each
         time there is something, at most one delta a request. Otherwise like ``generate``; an error of one ends all.
-        ``client``: a number of whoever asks; where requests wait, clients take turns."""
+        ``client``: a number of whoever asks; where requests wait, clients take turns. ``form``: the answer is kept under
+        its name, with this. ``progress``: of the one request, which another engine has begun; what comes is new."""
         for token_ids, params in requests:
             check_stop(params, self.tokenizer)
             await self._prove_grammar(token_ids, params, client)
-        with self._submitted(requests, request_id, client) as mailbox:
+        assemblers = [self._assembler(request, request_id) for request in requests]
+        internal_ids = self._client.submit_all(requests, client, progress)
+        name = str(internal_ids[0]) if request_id is None else request_id
+        kept = 0
+        if self._kept is not None and form is not None:
+            kept = self._kept.begin(name, form, list(map(self._client.kept_form, internal_ids)))
+        places = {id_: Place(*numbered) for id_, numbered in zip(internal_ids, enumerate(assemblers), strict=True)}
+        timeouts_s = [params.timeout_s for _, params in requests]
+        with self._running(Mailbox(name, self._leave, kept), places, timeouts_s) as mailbox:
+            if progress is not None:
+                said = assemblers[0].skip(progress.token_ids, progress.exit_depths)
+                if said.finish_reason is not None:
+                    said.text, said.token_ids, said.exit_depths = "", [], []
+                    yield [IndexedDelta(0, said)]
+                    return
             while mailbox.places:
                 if deltas := await mailbox.take():
                     yield deltas
 
-    @contextlib.contextmanager
-    def _submitted(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str | None, client: int = 0
-    ) -> Iterator[Mailbox]:
-        """Submits; whatever still runs at the end is aborted. Raises like EngineClient.submit_all."""
-        internal_ids = self._client.submit_all(requests, client)
+    async def forward(
+        self, submits: Sequence[Submit], timeouts_s: Sequence[float | None]
+    ) -> AsyncGenerator[list[Numbered], None]:
+        """Requests that another frontend has checked, as they stand: their events, as the scheduler tells them. Text is the
+        other's, which may give the same up here and go on with it elsewhere. Raises like ``generate``."""
+        lives = map(LiveRequest.of, submits)
+        internal_ids = self._client.accept(list(zip(lives, timeouts_s, strict=True)))
+        places = {id_: Place(number, OutputAssembler("", None)) for number, id_ in enumerate(internal_ids)}
+        name = str(internal_ids[0])
+        with self._running(Mailbox(name, self._leave), places, timeouts_s) as mailbox:
+            while mailbox.places:
+                yield await mailbox.take_events()
+
+    def keep_answers(self, keep_s: float) -> None:
+        """From now on answers of a ``form`` can be asked for again, ``keep_s`` after their last news."""
+        self._kept = KeptAnswers(self.run_dir, keep_s)
+
+    @property
+    def keeps_answers(self) -> bool:
+        return self._kept is not None
+
+    def kept_answer(self, request_id: str) -> KeptAnswer | None:
+        """What is kept under a name; None where there is nothing (any more)."""
+        return None if self._kept is None else self._kept.find(request_id)
+
+    async def resume_all(
+        self, answer: KeptAnswer, requests: Sequence[Request], client: int = 0
+    ) -> AsyncGenerator[list[IndexedDelta], None]:
+        """A kept answer from its start, as ``generate_all`` gives it: first what was there, a token at a time, then an empty
+        batch, then what it goes on with. ``requests``: as they were. A stream that still gives the answer ends."""
+        assert self._kept is not None
+        for former in self._named.get(answer.name, ()):
+            if former.kept == answer.handle:
+                self._give_up(former)
+        found = self._kept.find(answer.name)
+        if found is None or found.handle != answer.handle:
+            raise RequestError(f"request_id: {answer.name!r} is asked for by two at once", "request_id")
+        handle = self._kept.go_on(answer)
+        try:
+            lives = [LiveRequest.of(submit) for submit in found.submits]
+            assemblers = [self._assembler(request, answer.name) for request in requests]
+            going_on = dict(enumerate(assemblers))
+            for number, event in single_tokens(found.news):
+                if number in going_on:
+                    delta = assemblers[number].push(event)
+                    lives[number].extend(event)
+                    if delta.finish_reason is not None:
+                        del going_on[number]
+                    yield [IndexedDelta(number, delta)]
+                await asyncio.sleep(0)
+            yield []
+            again = [(lives[number], requests[number][1].timeout_s) for number in going_on]
+            internal_ids = self._client.accept(again)
+            places = {id_: Place(*place) for id_, place in zip(internal_ids, going_on.items(), strict=True)}
+            mailbox = Mailbox(answer.name, self._leave, handle)
+            with self._running(mailbox, places, [timeout_s for _, timeout_s in again]):
+                while mailbox.places:
+                    if deltas := await mailbox.take():
+                        yield deltas
+        finally:
+            self._kept.leave(handle)
+
+    def _give_up(self, mailbox: Mailbox) -> None:
+        """Its answer goes on elsewhere."""
+        for internal_id in mailbox.places:
+            if self._client.abort(internal_id):
+                mailbox.put((internal_id, RequestError("request_id: the answer goes on over another connection")))
         self._after_send()
-        mailbox = Mailbox(str(internal_ids[0]) if request_id is None else request_id, self._leave)
-        deadlines = []
-        for index, (internal_id, (token_ids, params)) in enumerate(zip(internal_ids, requests, strict=True)):
-            assembler = assembler_of(mailbox.name, token_ids, params, self.tokenizer)
-            mailbox.places[internal_id] = Place(index, assembler)
-            self._mailboxes[internal_id] = mailbox
-            if params.timeout_s is not None:
-                deadlines.append(asyncio.get_running_loop().call_later(params.timeout_s + TIMER_S, self._pump))
+
+    def _assembler(self, request: Request, name: str | None) -> OutputAssembler:
+        return assembler_of(name or "", *request, self.tokenizer)
+
+    @contextlib.contextmanager
+    def _running(
+        self, mailbox: Mailbox, places: dict[int, Place], timeouts_s: Sequence[float | None]
+    ) -> Iterator[Mailbox]:
+        """What was submitted has its mailbox; whatever still runs at the end is aborted."""
+        self._after_send()
+        mailbox.places = places
+        self._mailboxes.update(dict.fromkeys(places, mailbox))
+        loop = asyncio.get_running_loop()
+        deadlines = [loop.call_later(time_s + TIMER_S, self._pump) for time_s in timeouts_s if time_s is not None]
         self._named.setdefault(mailbox.name, []).append(mailbox)
         try:
             yield mailbox
@@ -289,6 +329,8 @@ class AsyncEngine:
             self._named[mailbox.name].remove(mailbox)
             if not self._named[mailbox.name]:
                 del self._named[mailbox.name]
+            if self._kept is not None:
+                self._kept.leave(mailbox.kept)
 
     def _leave(self, internal_id: int) -> None:
         """Nobody reads of the request any more; it is aborted if it still runs."""
@@ -307,10 +349,8 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """Ends every request of that name with finish reason "abort"; False if there is none, which is fine."""
         found = [mailbox for mailbox in self._named.get(request_id, ()) if mailbox.places]
-        for mailbox in found:
-            for internal_id in mailbox.places:
-                if self._client.abort(internal_id):
-                    mailbox.put((internal_id, TokenEvent(internal_id, (), (), FinishReason.ABORT)))
+        aborted = [id_ for mailbox in found for id_ in mailbox.places if self._client.abort(id_)]
+        self._hand_out([(id_, TokenEvent(id_, (), (), FinishReason.ABORT)) for id_ in aborted])
         self._after_send()
         return bool(found)
 
@@ -328,22 +368,42 @@ class AsyncEngine:
         while True:
             await asyncio.sleep(TICK_S)
             self._pump()
+            if self._kept is not None:
+                self._kept.sweep()
 
     def _pump(self) -> None:
         """Handles what has come and gives all news to those who wait for it."""
         self._pump_is_due = False
         try:
             with panics_as_errors():
-                for news in self._client.poll():
-                    mailbox = self._mailboxes.get(news[0])
-                    if mailbox is not None:
-                        mailbox.put(news)
+                self._hand_out(self._client.poll())
                 self._watch()
         except Exception as error:
             self.fail("engine pump", error)
         self._changed.set()
         if self._client.failure is not None:
             self._failed.set()
+
+    def _hand_out(self, news: list[News]) -> None:
+        """What is kept is written before anybody reads it."""
+        if self._kept is not None:
+            self._keep(self._kept, news)
+        for each in news:
+            mailbox = self._mailboxes.get(each[0])
+            if mailbox is not None:
+                mailbox.put(each)
+
+    def _keep(self, kept: KeptAnswers, news: list[News]) -> None:
+        rows = []
+        for request_id, event in news:
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is None or not mailbox.kept:
+                continue
+            if isinstance(event, TokenEvent):
+                rows.append((mailbox.kept, Numbered(mailbox.places[request_id].number, event)))
+            else:
+                kept.forget(mailbox.name)
+        kept.add(rows)
 
     def _watch(self) -> None:
         """Keeps the loop's readers in step with the client's descriptors, which change when processes restart."""

@@ -31,13 +31,23 @@ class Client:
         message: dict[str, Any] = msgpack.unpackb(self.socket.recv())
         return message
 
-    def generate(self, prompt: str | list[int], **params: Any) -> Generator[dict[str, Any]]:
+    def generate(
+        self, prompt: str | list[int], request_id: str | None = None, **params: Any
+    ) -> Generator[dict[str, Any]]:
         """The messages of one request, the terminal one included; one whose iteration is given up is aborted.
 
-        Raises RuntimeError on an error, TimeoutError.
+        ``request_id``: a name for ``resume``. Raises RuntimeError on an error, TimeoutError.
         """
+        return self._messages(verb="submit", prompt=prompt, params=params, request_id=request_id)
+
+    def resume(self, request_id: str, after: int = 0) -> Generator[dict[str, Any]]:
+        """The rest of an answer of this or a former connection, behind the ``after`` tokens that have come. Raises like
+        generate."""
+        return self._messages(verb="resume", request_id=request_id, after=after)
+
+    def _messages(self, **fields: Any) -> Generator[dict[str, Any]]:
         request_id = next(self._ids)
-        self.send(verb="submit", id=request_id, prompt=prompt, params=params)
+        self.send(id=request_id, **fields)
         ended = False
         try:
             while not ended:

@@ -34,6 +34,7 @@ from depthbatch.common.messages import (
     SchedulerHeartbeat,
     SchedulerMessage,
     SchedulerStats,
+    Submit,
     SubmitAll,
     TokenEvent,
     Tokens,
@@ -41,7 +42,7 @@ from depthbatch.common.messages import (
 from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, endpoint
 from depthbatch.frontend.hangs import HangWatch
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
-from depthbatch.frontend.live_requests import LiveRequests, News
+from depthbatch.frontend.live_requests import LiveRequest, LiveRequests, News, Progress, check_progress
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
 from depthbatch.frontend.processes import Launcher, Processes
 from depthbatch.frontend.restarts import Loss, Restarts
@@ -116,18 +117,40 @@ class EngineClient:
 
     # --- requests
 
-    def submit_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]], client: int = 0) -> list[int]:
+    def submit_all(
+        self,
+        requests: Sequence[tuple[Sequence[int], SamplingParams]],
+        client: int = 0,
+        progress: Progress | None = None,
+    ) -> list[int]:
         """Accepts requests, token ids and parameters each, in one message: all are queued before the scheduler chooses a
         stage. Returns their ids, which are ours and never used twice. ``client``: whose they are; clients take turns.
+        ``progress``: of the one request, which another engine has begun.
 
         Raises RequestError for what this engine cannot serve, EngineDeadError when there is none, with none of them
         accepted. A refusal by the scheduler (too few KV blocks) comes as news of it.
         """
         resolved = [self.check(*request, ordinal) for ordinal, request in enumerate(requests, self._requests.next_id)]
-        request_ids = [
-            self._requests.add(prompt_ids, own, params.timeout_s, client)
-            for (prompt_ids, params), own in zip(requests, resolved, strict=True)
-        ]
+        if progress is not None:
+            assert self.info is not None
+            check_progress(progress, requests[0][1], resolved[0].max_tokens, self.info)
+        return self.accept(
+            [
+                (LiveRequest.begin(prompt_ids, own, client, progress), params.timeout_s)
+                for (prompt_ids, params), own in zip(requests, resolved, strict=True)
+            ]
+        )
+
+    def kept_form(self, request_id: int) -> Submit:
+        """What it takes to submit a live request again."""
+        return self._requests.submit(request_id)
+
+    def accept(self, requests: Sequence[tuple[LiveRequest, float | None]]) -> list[int]:
+        """Requests that were checked, each with the seconds that it may take, in one message. Returns their ids. Raises
+        EngineDeadError."""
+        if self.failure is not None:
+            raise self.failure
+        request_ids = [self._requests.add(live, timeout_s) for live, timeout_s in requests]
         if self._ready and request_ids:
             self._send(SubmitAll(tuple(map(self._requests.submit, request_ids))))
         return request_ids

@@ -1,5 +1,6 @@
 """What users get back, and how a request's token events become it: text, ids, depths, one finish reason."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +22,7 @@ class Growing:
     prompt_logprobs: list[TokenLogprobs]
     accepted_drafts: int
     rejected_drafts: int
+    cuts: list[int]
 
     def append(self, later: "OutputDelta") -> None:
         self.text += later.text
@@ -30,6 +32,7 @@ class Growing:
         self.prompt_logprobs += later.prompt_logprobs
         self.accepted_drafts += later.accepted_drafts
         self.rejected_drafts += later.rejected_drafts
+        self.cuts += later.cuts
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -47,6 +50,10 @@ class OutputDelta(Growing):
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, once
     accepted_drafts: int = 0  # drafts that were the token they stood for (docs/speculation.md),
     rejected_drafts: int = 0  # and those that were not; new ones
+    cuts: list[int] = field(
+        default_factory=list
+    )  # tokens of each chunk of the prompt's prefill, where going on elsewhere
+    # with the same tokens takes that (with the first token, once)
 
 
 class IndexedDelta(NamedTuple):
@@ -77,6 +84,7 @@ class RequestOutput(Growing):
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, likewise
     accepted_drafts: int = 0  # drafts that were the token they stood for (docs/speculation.md),
     rejected_drafts: int = 0  # and those that were not
+    cuts: list[int] = field(default_factory=list)  # tokens of each chunk of the prompt's prefill, as OutputDelta has it
 
     @property
     def mean_exit_depth(self) -> float | None:
@@ -121,6 +129,8 @@ class OutputAssembler:
         ids = event.token_ids
         delta = OutputDelta(self._request_id, "", list(ids), list(event.exit_depths))
         delta.accepted_drafts, delta.rejected_drafts = event.accepted_drafts, event.rejected_drafts
+        if event.cuts:
+            delta.cuts = array("i", event.cuts).tolist()
         if self._scored:
             self._read_scores(event, delta)
         if self._detokenizer is not None:
@@ -136,6 +146,13 @@ class OutputAssembler:
                 return delta
             delta.text += self._checker.finish()
             delta.finish_reason, delta.stop_reason = event.finish_reason, event.stop_reason
+        return delta
+
+    def skip(self, token_ids: Sequence[int], exit_depths: Sequence[int]) -> OutputDelta:
+        """Takes tokens that have been told elsewhere; a finish reason says that a stop string was among them."""
+        scored, self._scored = self._scored, False
+        delta = self.push(TokenEvent(0, tuple(token_ids), tuple(exit_depths)))
+        self._scored = scored
         return delta
 
     def _finds_stop(self, delta: OutputDelta, shown: Sequence[int], detokenizer: Detokenizer) -> bool:

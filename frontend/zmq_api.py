@@ -8,10 +8,11 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing, nullcontext
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import zmq
 
 from depthbatch.common.errors import DecodeError, DepthbatchError, OverloadedError, RequestError
@@ -20,8 +21,8 @@ from depthbatch.common.messages import FinishReason
 from depthbatch.common.transport import Received, Router
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import background, check, panics_as_errors
-from depthbatch.frontend.metrics import SequenceTimer
-from depthbatch.frontend.output import OutputDelta
+from depthbatch.frontend.live_requests import Progress
+from depthbatch.frontend.output import IndexedDelta, OutputDelta
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.request_limit import RequestLimit
 
@@ -35,10 +36,26 @@ class _Verb(msgspec.Struct, frozen=True, tag_field="verb", forbid_unknown_fields
     """Base of all requests: a map whose ``verb`` says which one it is."""
 
 
+class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far another engine has come with a request (live_requests.Progress)."""
+
+    token_ids: list[int]
+    exit_depths: list[int]
+    cuts: list[int] = []
+
+
 class SubmitVerb(_Verb, frozen=True, tag="submit"):
     id: ClientId
     prompt: str | list[int]
     params: dict[str, Any] = {}  # fields of SamplingParams
+    request_id: str | None = None  # the answer can be resumed by this name
+    resume: Begun | None = None
+
+
+class ResumeVerb(_Verb, frozen=True, tag="resume"):
+    id: ClientId
+    request_id: str
+    after: int = 0  # tokens that the client has
 
 
 class AbortVerb(_Verb, frozen=True, tag="abort"):
@@ -53,10 +70,15 @@ class HealthVerb(_Verb, frozen=True, tag="health"):
     pass
 
 
-ApiRequest = SubmitVerb | AbortVerb | StatsVerb | HealthVerb
+ApiRequest = SubmitVerb | ResumeVerb | AbortVerb | StatsVerb | HealthVerb
 
 _FIELDS = frozenset(SamplingParams.__struct_fields__)
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def _engine_name(request_id: str) -> str:
+    """A client's name for the engine; those of HTTP begin otherwise."""
+    return f"zmq {request_id}"
 
 
 class Key(NamedTuple):
@@ -142,7 +164,7 @@ class ZmqApi:
     def _dispatch(self, received: Received) -> None:
         peer = received.peer
         match received.message:
-            case SubmitVerb() as verb:
+            case SubmitVerb() | ResumeVerb() as verb:
                 self._submit(Key(peer, verb.id), verb)
             case AbortVerb(client_id):
                 stream = self._streams.get(Key(peer, client_id))
@@ -156,7 +178,7 @@ class ZmqApi:
             case HealthVerb():
                 self._router.reply(peer, type="health", **dataclasses.asdict(self._engine.health()))
 
-    def _submit(self, key: Key, verb: SubmitVerb) -> None:
+    def _submit(self, key: Key, verb: SubmitVerb | ResumeVerb) -> None:
         if key in self._streams:
             error = RequestError(f"id {verb.id!r} is in use by this client", "id")
             self._router.reply(key.peer, **_error_fields(key, error))
@@ -172,12 +194,15 @@ class ZmqApi:
         if task.cancelled():
             self._router.reply(key.peer, type="finished", id=key.id, finish_reason="abort", stop_reason=None)
 
-    async def _stream(self, key: Key, verb: SubmitVerb) -> None:
+    async def _stream(self, key: Key, verb: SubmitVerb | ResumeVerb) -> None:
         """One request from submit to its terminal message."""
         try:
             place = nullcontext() if self._limit is None else self._limit.places(1, NO_CLIENT)
             with panics_as_errors(), place:
-                await self._serve(key, verb)
+                if isinstance(verb, SubmitVerb):
+                    await self._serve(key, verb)
+                else:
+                    await self._resume(key, verb)
         except DepthbatchError as error:
             self._router.reply(key.peer, **_error_fields(key, error))
         except Exception as error:
@@ -186,51 +211,88 @@ class ZmqApi:
 
     async def _serve(self, key: Key, verb: SubmitVerb) -> None:
         """A request that has its place."""
-        params = _params({**self._engine.sampling_defaults, **verb.params})
-        if params.timeout_s is None and self._default_timeout_s is not None:
-            params = msgspec.structs.replace(params, timeout_s=self._default_timeout_s)
+        fields = {**self._engine.sampling_defaults, **verb.params}
+        params = self._params(fields)
         token_ids = await self._engine.encode(verb.prompt, params)
-        with ExitStack() as counted:
+        progress = None if verb.resume is None else Progress(*msgspec.structs.astuple(verb.resume))
+        name = None if verb.request_id is None else _engine_name(verb.request_id)
+        form = None if name is None else _encode(fields)
+        news = self._engine.generate_all([(token_ids, params)], name, form=form, progress=progress)
+        await self._send_news(key, news, len(token_ids))
+
+    def _params(self, fields: dict[str, Any]) -> SamplingParams:
+        """Raises RequestError."""
+        params = _params(fields)
+        if params.timeout_s is None and self._default_timeout_s is not None:
+            return msgspec.structs.replace(params, timeout_s=self._default_timeout_s)
+        return params
+
+    async def _resume(self, key: Key, verb: ResumeVerb) -> None:
+        """The rest of a kept answer."""
+        answer = self._engine.kept_answer(_engine_name(verb.request_id))
+        if answer is None:
+            raise RequestError(f"request_id: no answer to {verb.request_id[:80]!r} is kept", "request_id")
+        known = sum(len(event.token_ids) for _, event in answer.news)
+        if not 0 <= verb.after <= known:
+            raise RequestError(f"after: {verb.after} is not among the {known} tokens of this answer so far", "after")
+        prompt_ids = np.frombuffer(answer.submits[0].prompt, "<i4").tolist()
+        params = self._params(msgspec.msgpack.decode(answer.form))
+        news = self._engine.resume_all(answer, [(prompt_ids, params)])
+        await self._send_news(key, news, len(prompt_ids), verb.after, replayed=True)
+
+    async def _send_news(
+        self,
+        key: Key,
+        news: AsyncGenerator[list[IndexedDelta], None],
+        prompt_tokens: int,
+        after: int = 0,
+        replayed: bool = False,
+    ) -> None:
+        """Returns early when the client has gone: leaving closes the generator, which aborts the request. ``after``: tokens
+        that it has. ``replayed``: the news up to an empty batch were there before."""
+        accepted = rejected = sent = 0
+        async with AsyncExitStack() as stack:
             timer = None
             if self._limit is not None:
-                timer = counted.enter_context(self._limit.metrics.sequence(len(token_ids)))
-            async with aclosing(self._engine.generate(token_ids, params)) as deltas:
-                await self._send_deltas(key, deltas, timer)
+                timer = stack.enter_context(self._limit.metrics.sequence(prompt_tokens))
+            batches = await stack.enter_async_context(aclosing(news))
+            async for batch in batches:
+                replayed = replayed and bool(batch)
+                for _, delta in batch:
+                    if timer is not None:
+                        reason = None if delta.finish_reason is FinishReason.TIMEOUT else delta.finish_reason
+                        timer.tokens([] if replayed else delta.exit_depths, reason, time.monotonic())
+                    accepted += delta.accepted_drafts
+                    rejected += delta.rejected_drafts
+                    sent += len(delta.token_ids)
+                    there = (replayed and sent <= after) or self._reply_tokens(key, delta)
+                    if delta.finish_reason is not None:
+                        self._router.reply(
+                            key.peer,
+                            type="finished",
+                            id=key.id,
+                            finish_reason=delta.finish_reason,
+                            stop_reason=delta.stop_reason,
+                            accepted_drafts=accepted,
+                            rejected_drafts=rejected,
+                        )
+                    if not there:
+                        return
 
-    async def _send_deltas(
-        self, key: Key, deltas: AsyncGenerator[OutputDelta, None], timer: SequenceTimer | None
-    ) -> None:
-        """Returns early when the client has gone: leaving closes the generator, which aborts the request."""
-        accepted = rejected = 0
-        async for delta in deltas:
-            if timer is not None:
-                reason = None if delta.finish_reason is FinishReason.TIMEOUT else delta.finish_reason
-                timer.tokens(delta.exit_depths, reason, time.monotonic())
-            there = True
-            accepted += delta.accepted_drafts
-            rejected += delta.rejected_drafts
-            if delta.token_ids or delta.text:
-                there = self._router.reply(
-                    key.peer,
-                    type="tokens",
-                    id=key.id,
-                    text=delta.text,
-                    token_ids=delta.token_ids,
-                    exit_depths=delta.exit_depths,
-                    **{name: rows for name in ("logprobs", "prompt_logprobs") if (rows := getattr(delta, name))},
-                )
-            if delta.finish_reason is not None:
-                self._router.reply(
-                    key.peer,
-                    type="finished",
-                    id=key.id,
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                    accepted_drafts=accepted,
-                    rejected_drafts=rejected,
-                )
-            if not there:
-                return
+    def _reply_tokens(self, key: Key, delta: OutputDelta) -> bool:
+        """False when the client has gone."""
+        if not delta.token_ids and not delta.text:
+            return True
+        extras = {name: rows for name in ("logprobs", "prompt_logprobs", "cuts") if (rows := getattr(delta, name))}
+        return self._router.reply(
+            key.peer,
+            type="tokens",
+            id=key.id,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            exit_depths=delta.exit_depths,
+            **extras,
+        )
 
     async def _stats(self, peer: bytes) -> None:
         try:

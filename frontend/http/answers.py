@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,13 +50,14 @@ class EventEncoder:
         """``head``: the fields, one or more."""
         self._start = b"data: " + _encode(head)[:-1] + b","
 
-    def event(self, fields: dict[str, Any]) -> bytes:
-        """``fields``: those of its own, one or more."""
-        return self._start + _encode(fields)[1:] + b"\n\n"
+    def event(self, fields: dict[str, Any], event_id: str | None = None) -> bytes:
+        """``fields``: those of its own, one or more. ``event_id``: for a Last-Event-ID."""
+        event = self._start + _encode(fields)[1:] + b"\n\n"
+        return event if event_id is None else b"id: " + event_id.encode() + b"\n" + event
 
 
-def json_answer(payload: object) -> Response:
-    return Response(_encode(payload), media_type="application/json")
+def json_answer(payload: object, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encode(payload), media_type="application/json", headers=headers)
 
 
 async def _gone(receive: Receive) -> None:
@@ -79,10 +80,10 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def answer(request: Request, work: Awaitable[object]) -> Response:
+async def answer(request: Request, work: Awaitable[object], headers: Mapping[str, str]) -> Response:
     """A plain JSON answer."""
     try:
-        return json_answer(await unless_gone(request.receive, work))
+        return json_answer(await unless_gone(request.receive, work), headers)
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; the access log does
 
@@ -92,13 +93,13 @@ class EventStream(Response):
     its real status, an error after it an ``error`` payload, then the end of the stream. A first event that takes longer
     than KEEP_ALIVE_S is waited for with comments, which decide the status, too."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         self.events = events
         self.status_code = 200
         self.media_type = "text/event-stream"
         self.background = None
         self.body = b""
-        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientGone):

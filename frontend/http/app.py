@@ -41,7 +41,7 @@ def create_app(service: Service, probe: operations.Probe) -> FastAPI:
             allow_origins=service.config.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["Retry-After"],
+            expose_headers=["Retry-After", "X-Request-Id"],
         )
     _use_400_for_422(app)
 

@@ -10,6 +10,7 @@ from depthbatch.frontend.http.edge import client_of
 from depthbatch.frontend.http.error_answers import ApiError, bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
 from depthbatch.frontend.http.logprobs import ChatLogprobs, TokenNames
+from depthbatch.frontend.http.resumption import RequestNames
 from depthbatch.frontend.http.schemas import ChatAnswer, ChatRequest
 from depthbatch.frontend.output import OutputDelta
 
@@ -21,10 +22,11 @@ def routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation through the model's own chat template."""
         service.check(body)
-        call = Call(service, body, ChatSpelling(body, service), client_of(request))
+        names = RequestNames.of(request.headers)
+        call = Call(service, body, ChatSpelling(body, service), client_of(request), names)
         if body.stream:
-            return EventStream(call.stream())
-        return await answer(request, call.collect())
+            return EventStream(call.stream(), names.echoed)
+        return await answer(request, call.collect(), names.echoed)
 
     return router
 

@@ -12,6 +12,7 @@ from depthbatch.frontend.http.edge import client_of
 from depthbatch.frontend.http.error_answers import bad_value
 from depthbatch.frontend.http.generation import Call, Prompt, Service
 from depthbatch.frontend.http.logprobs import CompletionLogprobs, Echo, TokenNames
+from depthbatch.frontend.http.resumption import RequestNames
 from depthbatch.frontend.http.schemas import CompletionAnswer, CompletionRequest
 from depthbatch.frontend.output import OutputDelta
 
@@ -25,10 +26,11 @@ def routes(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues a prompt, or each of several; JSON, or server-sent events with stream."""
         service.check(body)
-        call = Call(service, body, CompletionSpelling(body, service), client_of(request))
+        names = RequestNames.of(request.headers)
+        call = Call(service, body, CompletionSpelling(body, service), client_of(request), names)
         if body.stream:
-            return EventStream(call.stream())
-        return await answer(request, call.collect())
+            return EventStream(call.stream(), names.echoed)
+        return await answer(request, call.collect(), names.echoed)
 
     return router
 

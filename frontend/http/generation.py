@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -18,9 +18,18 @@ from depthbatch.frontend.http.answers import EventEncoder
 from depthbatch.frontend.http.error_answers import ApiError, bad_value
 from depthbatch.frontend.http.logprobs import LogprobFormat
 from depthbatch.frontend.http.request_fields import check_body, renamed, sampling_fields
+from depthbatch.frontend.http.resumption import (
+    MAX_CHOICES,
+    LastEvent,
+    Positions,
+    RequestNames,
+    check_resumable,
+    form_of,
+)
 from depthbatch.frontend.http.schemas import GenerationFields
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
+from depthbatch.frontend.kept_answers import KeptAnswer
 from depthbatch.frontend.metrics import FrontendMetrics, SequenceTimer
 from depthbatch.frontend.output import IndexedDelta, OutputDelta
 from depthbatch.frontend.params import SamplingParams
@@ -32,8 +41,18 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+    @property
+    def keeps_answers(self) -> bool: ...
     def generate_all(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str, client: int = 0
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        request_id: str,
+        client: int = 0,
+        form: bytes | None = None,
+    ) -> AsyncGenerator[list[IndexedDelta], None]: ...
+    def kept_answer(self, request_id: str) -> KeptAnswer | None: ...
+    def resume_all(
+        self, answer: KeptAnswer, requests: Sequence[tuple[list[int], SamplingParams]], client: int = 0
     ) -> AsyncGenerator[list[IndexedDelta], None]: ...
     async def abort(self, request_id: str) -> bool: ...
     async def abort_all(self) -> None: ...
@@ -174,8 +193,10 @@ class Tally:
 class Call:
     """One request of a generating endpoint."""
 
-    def __init__(self, service: Service, body: GenerationFields, spelling: Spelling, client: int) -> None:
-        """``client``: the number of its API key."""
+    def __init__(
+        self, service: Service, body: GenerationFields, spelling: Spelling, client: int, names: RequestNames
+    ) -> None:
+        """``client``: the number of its API key. Raises ApiError for a ``Last-Event-ID`` that nothing can follow."""
         self._client = client
         self._service = service
         self._body = body
@@ -184,10 +205,25 @@ class Call:
         self._timeout_s = body.timeout_s if body.timeout_s is not None else service.config.default_timeout_s
         self._with_depths = bool(body.return_exit_depths)
         self._with_tokens = bool(body.return_token_ids) or service.texts.tokenizer is None
-        self._id = body.request_id or f"{spelling.id_prefix}-{uuid.uuid4().hex}"
+        name = body.request_id or names.request_id
+        self._id = name or f"{spelling.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._choices: list[Choice] = []
         self._tally = Tally()
+        self._number = spelling.num_prompts * self._n
+        kept = name is not None and body.stream and self._number <= MAX_CHOICES and service.engine.keeps_answers
+        self._form = form_of(body) if kept else None
+        self._answer: KeptAnswer | None = None  # that goes on
+        self._positions = Positions(self._number)
+        if names.last_event is not None:
+            self._go_on_after(names.last_event)
+
+    def _go_on_after(self, last: LastEvent) -> None:
+        service = self._service
+        answer = service.engine.kept_answer(engine_name(last.request_id, self._client))
+        self._answer = check_resumable(answer, last, self._body, service.config.keep_answers_s)
+        self._id, self._created, self._form = last.request_id, self._answer.created, self._answer.form
+        self._positions = Positions(self._number, last.counts)
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer."""
@@ -211,12 +247,21 @@ class Call:
         together."""
         event = EventEncoder(self._head(self._spelling.event_object)).event
         async with self._running() as batches:
+            replayed = self._answer is not None
             async for batch in batches:
+                replayed = replayed and bool(batch)
                 events = []
                 for index, news in batch:
                     choice = self._choices[index]
-                    events.append(event({"choices": [self._part(choice, self._taken(choice, news))]}))
-                yield events[0] if len(events) == 1 else b"".join(events)
+                    part = self._part(choice, self._taken(choice, news, replayed))
+                    if self._positions.has(index, news):
+                        continue
+                    if replayed and self._positions.lacks_only_the_end(index, news):
+                        part = self._part(choice, replace(news, text="", token_ids=[], exit_depths=[], logprobs=[]))
+                    event_id = None if self._form is None else self._positions.event_id(self._id)
+                    events.append(event({"choices": [part]}, event_id))
+                if events:
+                    yield events[0] if len(events) == 1 else b"".join(events)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield event({"choices": [], "usage": self._tally.usage()})
 
@@ -228,14 +273,18 @@ class Call:
     async def _running(self) -> AsyncIterator[AsyncGenerator[list[IndexedDelta], None]]:
         """The engine's news of all choices; leaving aborts what still runs. Raises ApiError."""
         service = self._service
-        with service.limit.places(self._spelling.num_prompts * self._n, self._client):
+        with service.limit.places(self._number, self._client):
             try:
                 await self._prepare()
                 with contextlib.ExitStack() as timers:  # inside: a refusal of the engine was never started
                     for choice in self._choices:
                         timers.enter_context(choice.timer)
                     requests = [(choice.prompt.ids, choice.params) for choice in self._choices]
-                    news = service.engine.generate_all(requests, engine_name(self._id, self._client), self._client)
+                    if self._answer is None:
+                        name = engine_name(self._id, self._client)
+                        news = service.engine.generate_all(requests, name, self._client, self._form)
+                    else:
+                        news = service.engine.resume_all(self._answer, requests, self._client)
                     async with contextlib.aclosing(news) as batches:
                         yield batches
             except RequestError as error:
@@ -264,11 +313,13 @@ class Call:
                     )
                 )
 
-    def _taken(self, choice: Choice, news: OutputDelta) -> OutputDelta:
-        """What the client is shown of the news, which are counted. Raises ApiError (504) at the deadline."""
+    def _taken(self, choice: Choice, news: OutputDelta, replayed: bool = False) -> OutputDelta:
+        """What the client is shown of the news, which are counted; times are those of what is new. Raises ApiError (504) at
+        the deadline."""
         if news.finish_reason is FinishReason.TIMEOUT:
             raise ApiError(504, f"timeout_s: not finished after {self._timeout_s:g} s", code="timeout")
-        choice.timer.tokens(news.exit_depths, news.finish_reason, time.monotonic())
+        depths = [] if replayed else news.exit_depths
+        choice.timer.tokens(depths, news.finish_reason, time.monotonic())
         delta = self._spelling.shown(news)
         self._tally.add(choice.index, delta)
         return delta

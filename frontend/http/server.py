@@ -236,6 +236,8 @@ async def _with_engine(
     engine: AsyncEngine, http: HttpConfig, server: Server, app: LateApp, on_ready: Callable[[str], None]
 ) -> DepthbatchError:
     async with engine:
+        if http.keep_answers_s:
+            engine.keep_answers(http.keep_answers_s)
         texts = Texts(engine.tokenizer, http.template_names, engine.tokenizer_thread)
         service = Service(engine, texts, http, http.served_model_name or engine.config.model, engine.sampling_defaults)
         app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))

@@ -51,6 +51,10 @@ class HttpConfig(Options, frozen=True):
         Annotated[float, Meta(ge=0.001, le=86400.0)] | None,
         option("timeout_s of requests that name none (default: no limit)"),
     ] = None
+    keep_answers_s: Annotated[
+        Annotated[float, Meta(ge=0.0, le=86400.0)],
+        option("how long a streamed answer with an id of the client's can be resumed after its last news; 0 = not"),
+    ] = 60.0
     drain_s: Annotated[
         Annotated[float, Meta(ge=0.0)], option("after SIGTERM, how long running streams may take to finish")
     ] = 30.0

@@ -128,6 +128,9 @@ class FakeScheduler:
         if len(prompt) == REJECTED_PROMPT:
             self.router.send(peer, Rejected(message.request_id, "needs 9 KV blocks, the cache has 8", "prompt"))
             return
+        if len(message.generated) // 4 >= message.params.max_tokens:  # as the scheduler: all of it is there
+            self.router.send(peer, Tokens((TokenEvent(message.request_id, (), (), "length"),)))
+            return
         self.running[message.request_id] = (peer, message, prompt, len(message.generated) // 4)
 
     def step(self) -> None:

@@ -128,3 +128,63 @@ class ServeProcess:
 
 def token_ids(events: list[dict[str, Any]]) -> list[int]:
     return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+
+
+class ResumingClient:
+    """A client that takes its stream up again by ``Last-Event-ID`` until it has ended, however often it breaks."""
+
+    def __init__(self, server: ServeProcess, name: str, **body: Any) -> None:
+        self._url = server.url + "/v1/completions"
+        self._name = name
+        self._body = {"ignore_eos": True, "return_token_ids": True, "return_exit_depths": True, "stream": True, **body}
+        self.last_id: str | None = None
+        self.events: list[dict[str, Any]] = []
+        self.breaks = 0
+        self.done = False
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until the stream is complete, or ``until`` holds behind an event."""
+        while not self.done:
+            try:
+                if self._read(until):
+                    return
+            except httpx.HTTPError:
+                self.breaks += 1
+                time.sleep(0.05)
+
+    def _read(self, until: Callable[[], bool]) -> bool:
+        headers = {"X-Request-Id": self._name, **({} if self.last_id is None else {"Last-Event-ID": self.last_id})}
+        with httpx.stream("POST", self._url, json=self._body, headers=headers, timeout=30) as answer:
+            if answer.status_code == 503:  # it starts
+                time.sleep(0.1)
+                return False
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["x-request-id"] == self._name
+            event_id = None
+            for line in answer.iter_lines():
+                if line.startswith("id: "):
+                    event_id = line[4:]
+                elif line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    self.events.append(event)
+                    self.last_id = event_id or self.last_id
+                    event_id = None
+                    if until():
+                        return True
+        return False
+
+    def joined(self) -> tuple[dict[int, dict[str, Any]], Any]:
+        """Tokens, depths, text and end of each choice, and the usage."""
+        choices: dict[int, dict[str, Any]] = {}
+        usage = None
+        for event in self.events:
+            usage = event.get("usage", usage)
+            for part in event["choices"]:
+                whole = choices.setdefault(part["index"], {"token_ids": [], "exit_depths": [], "text": "", "ends": []})
+                for name in ("token_ids", "exit_depths", "text"):
+                    whole[name] += part[name]
+                whole["ends"] += [part["finish_reason"]] * (part["finish_reason"] is not None)
+        return choices, usage

@@ -116,8 +116,20 @@ class FakeEngine:
         for sequence in self.known:
             sequence.aborted = True
 
+    keeps_answers = False
+
+    def kept_answer(self, request_id: str) -> None:
+        return None
+
+    def resume_all(self, *_: object) -> AsyncGenerator[list[IndexedDelta], None]:
+        raise NotImplementedError
+
     async def generate_all(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], request_id: str, client: int = 0
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        request_id: str,
+        client: int = 0,
+        form: bytes | None = None,
     ) -> AsyncGenerator[list[IndexedDelta], None]:
         """One task a sequence; their deltas as they come. Nothing starts unless every request is good."""
         self.clients.append(client)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +327,51 @@ def test_client_waits_as_long_as_told(address: str) -> None:
     with pytest.raises(TimeoutError, match=r"0\.0 s"):
         client.ask("health")
     client.close()
+
+
+def test_an_answer_is_resumed_on_another_connection(address: str) -> None:
+    """``resume`` by another socket, as after the frontend's death: the rest from any token on; beyond the end, and of a
+    name that is not kept, an error that names the field. ``submit`` with ``resume`` goes on with what another engine has made."""
+
+    async def main() -> None:
+        async with AsyncEngine(quiet=True) as engine:
+            engine.keep_answers(60)
+            api = ZmqApi(engine, address)
+            await asyncio.wait_for(asyncio.to_thread(body), 60)
+            await api.close()
+
+    def body() -> None:
+        client = Client(address)
+        params = {"max_tokens": 30, "logprobs": None, "stop_token_ids": [], "temperature": 0}
+        whole = _joined(client.generate([5, 6], **params))
+        first = client.generate([5, 6], "mine", **params)
+        assert next(first)["type"] == "tokens"
+        client.close()  # without an abort, as a process that dies
+        other = Client(address)
+        assert _joined(other.resume("mine")) == whole
+        for after in (1, 17, 30):
+            tokens, depths, text, end = _joined(other.resume("mine", after))
+            assert (tokens, depths, end) == (whole[0][after:], whole[1][after:], whole[3]) and whole[2].endswith(text)
+        for name, after, message in (
+            ("mine", 31, "after: 31 is not among the 30"),
+            ("mine", -1, "after"),
+            ("x", 0, "'x' is kept"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                next(other.resume(name, after))
+        begun = {"token_ids": whole[0][:9], "exit_depths": whole[1][:9]}
+        other.send(verb="submit", id="r", prompt=[5, 6], params=params, resume=begun)
+        assert _joined(until_terminal(other, "r"))[:2] == (whole[0][9:], whole[1][9:])
+        other.send(verb="submit", id="s", prompt=[5, 6], params=params, resume={**begun, "exit_depths": [1]})
+        (refused,) = until_terminal(other, "s")
+        assert refused["param"] == "resume" and "9 token_ids with 1 exit_depths" in refused["message"]
+        other.close()
+
+    asyncio.run(main())
+
+
+def _joined(messages: Iterable[dict[str, Any]]) -> tuple[list[int], list[int], str, str]:
+    *pieces, last = messages
+    tokens = [token for piece in pieces for token in piece["token_ids"]]
+    depths = [depth for piece in pieces for depth in piece["exit_depths"]]
+    return tokens, depths, "".join(piece["text"] for piece in pieces), last["finish_reason"]

@@ -10,7 +10,7 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo, RequestParams, StageResult, Submit
-from depthbatch.frontend.live_requests import LiveRequests
+from depthbatch.frontend.live_requests import LiveRequest, LiveRequests
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from fakes.paged_lockstep import Lockstep
@@ -410,7 +410,7 @@ def test_clients_take_turns_at_the_slots() -> None:
     live, harness, finished = LiveRequests(1), Lockstep(replace(BASE, max_num_seqs=1, buckets=(1,))), []
     params = RequestParams(max_tokens=1, max_loops=4)
     for client in (7, 7, 7, 9):
-        request_id = live.add([1, 2, 3], params, None, client)
+        request_id = live.add(LiveRequest.begin([1, 2, 3], params, client))
         assert live.submit(request_id).client == client
         assert harness.submit(live.submit(request_id))
     while (stage := harness.scheduler.next_stage(0.0)) is not None:
