@@ -249,7 +249,8 @@ class EngineClient:
                 case SchedulerStats() as stats:
                     self.stats = stats
                 case Fatal() as fatal:
-                    log.error("%s: %s", fatal.process, fatal.message)
+                    if not fatal.user_error:  # those are raised by whoever waits for the engine
+                        log.error("%s: %s", fatal.process, fatal.message)
                     self._restarts.last_words = fatal
                     if fatal.other_version:
                         self._fail(EngineDeadError(fatal.message), news)

@@ -435,6 +435,8 @@ class RequestDefaults:
                 f"max_loops must be at least {r_min} with gate {gate.label}, not {max_loops}", "max_loops"
             )
         min_loops = r_min if params.min_loops is None else params.min_loops
+        if params.max_loops is not None and r_min <= params.max_loops < min_loops:
+            raise RequestError(f"min_loops {min_loops} is more than max_loops {max_loops}", "min_loops")
         if not r_min <= min_loops <= max_loops:
             raise RequestError(f"min_loops must be between {r_min} and {max_loops}, not {min_loops}", "min_loops")
         threshold = self.info.default_threshold if params.exit_threshold is None else params.exit_threshold

@@ -188,7 +188,8 @@ class SchedulerProcess:
 
     def fail(self, message: str, exit_code: int) -> int:
         """Tells every frontend why the engine cannot go on; returns the exit status."""
-        log.error("%s", message)
+        if exit_code != USER_ERROR:  # the frontend tells those
+            log.error("%s", message)
         self.frontends.broadcast(Fatal("scheduler", message, user_error=exit_code == USER_ERROR))
         return exit_code
 
@@ -212,7 +213,8 @@ class SchedulerProcess:
             case Loading() as loading:
                 self.frontends.broadcast(loading)
             case Fatal() as fatal:
-                log.error("worker: %s", fatal.message)
+                if not fatal.user_error:  # the frontend tells those
+                    log.error("worker: %s", fatal.message)
                 self.worker.lose()
                 self.frontends.worker_failure = fatal
                 self.frontends.broadcast(fatal)

@@ -244,9 +244,10 @@ def run_worker(run_dir: str, config_json: str) -> int:
 
 
 def _fail(link: WorkerLink, message: str, exit_code: int) -> int:
-    log.error("%s", message)
     link.send(Fatal("worker", message, user_error=exit_code == USER_ERROR))
-    if exit_code == USER_ERROR:  # nobody starts another: the scheduler, which may not run yet, has to hear of this one
+    if exit_code != USER_ERROR:
+        log.error("%s", message)
+    else:  # the frontend tells it, once; nobody starts another: the scheduler, which may not run yet, has to hear of this one
         link.close(LAST_WORDS_MS)
     return exit_code
 

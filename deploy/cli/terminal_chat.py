@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 import httpx
 
 from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, values_from_sources
-from depthbatch.common.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
+from depthbatch.common.errors import FAULT, ConfigError, EngineDeadError, OverloadedError, RequestError
 from depthbatch.deploy.cli.request_options import DEMOS, SHARED_OPTIONS
 from depthbatch.frontend.output import mean_decode_depth
 from depthbatch.frontend.params import add_number_argument
@@ -70,8 +70,7 @@ def run_chat(args: argparse.Namespace) -> int:
     opening: Conversation = [{"role": "system", "content": args.system}] if args.system else []
     if args.target.startswith(("http://", "https://")):
         request |= _request_options(args)
-        converse(RemoteModel(args.target, args.api_key, request), opening, sys.stdin, sys.stdout)
-        return 0
+        return _status(converse(RemoteModel(args.target, args.api_key, request), opening, sys.stdin, sys.stdout))
     if HOST_PORT.match(args.target) and not Path(args.target).exists():
         raise ConfigError(f"{args.target} is no model; the URL of a server begins with http://")
     from depthbatch.frontend.llm import LLM
@@ -79,8 +78,12 @@ def run_chat(args: argparse.Namespace) -> int:
     config = config_from_sources(args, model=args.target)
     with LLM.from_config(config) as llm:
         _greet(config.model, sys.stdout)
-        converse(LocalModel(llm, request), opening, sys.stdin, sys.stdout)
-    return 0
+        return _status(converse(LocalModel(llm, request), opening, sys.stdin, sys.stdout))
+
+
+def _status(refused: int) -> int:
+    """A script has to learn that it has no answer; who sits in front of it has read so."""
+    return FAULT if refused and not sys.stdin.isatty() else 0
 
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,10 +102,11 @@ def _greet(model: str, out: TextIO) -> None:
     out.flush()
 
 
-def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO) -> None:
+def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO) -> int:
     """The loop. ``/reset`` forgets the conversation, ``/quit`` or end of input ends it, Ctrl-C ends one answer, ``/help``
-    says so."""
+    says so. Returns how many messages were refused."""
     conversation = list(opening)
+    refused = 0
     while True:
         out.write("> ")
         out.flush()
@@ -110,7 +114,7 @@ def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO
         text = line.strip()
         if not line or text == "/quit":
             out.write("\n")
-            return
+            return refused
         if text == "/reset":
             conversation = list(opening)
         elif text == "/help":
@@ -122,6 +126,7 @@ def converse(model: ChatModel, opening: Conversation, lines: TextIO, out: TextIO
             except (RequestError, OverloadedError) as error:
                 out.write(f"[{error}]\n")
                 conversation.pop()
+                refused += 1
                 continue
             conversation.append({"role": "assistant", "content": answer})
 

@@ -57,6 +57,15 @@ def test_refusals_do_not_end_the_chat(live: LiveServer) -> None:
     assert "512" in shown and len(FIGURES.findall(shown)) == 1
 
 
+@pytest.mark.parametrize(("text", "status"), [("x" * 600 + "\nhello\n", 1), ("hello\n", 0), ("", 0)])
+def test_exit_code_of_a_piped_chat(
+    live: LiveServer, text: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a script whose every message was refused got exit code 0."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main(["chat", live.url, "--max-tokens", "4"]) == status
+
+
 def test_no_server_is_one_clear_error() -> None:
     """The address that nobody listens on is named."""
     url = f"http://127.0.0.1:{free_port()}"

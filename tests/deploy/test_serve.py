@@ -374,10 +374,13 @@ def test_a_fault_is_not_the_end(
     ],
 )
 def test_start_that_fails_is_told(model: str, options: tuple[str, ...], says: str) -> None:
-    """Row "a child dies during start, parent waits for ever": exit code 2, the reason on the last line, nothing left."""
+    """Row "a child dies during start, parent waits for ever": exit code 2, the reason on the last line, nothing left.
+
+    And on that line alone: worker, scheduler and frontend logged it as well."""
     with ServeProcess(*options, model=model, wait=False) as server:
         assert server.process.wait(30) == 2, server.log
         assert says in server.log.splitlines()[-1] and "Traceback" not in server.log
+        assert server.log.count(server.log.splitlines()[-1].removeprefix("depthbatch: error: ")) == 1
 
 
 def _resident_bytes(pid: int) -> int:

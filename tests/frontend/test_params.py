@@ -99,6 +99,12 @@ def test_bad_for_this_engine(fields: dict[str, Any], param: str) -> None:
     assert param in str(caught.value)
 
 
+def test_more_loops_at_least_than_at_most() -> None:
+    """Bug: "min_loops must be between 2 and 3" named a range of which the client had set one end itself."""
+    with pytest.raises(RequestError, match="min_loops 4 is more than max_loops 3"):
+        resolve(min_loops=4, max_loops=3)
+
+
 def test_refused_gate_says_which_there_are() -> None:
     with pytest.raises(RequestError, match="lookahead is not one of this model's: none, fixed, replay, own, delayed"):
         resolve(gate="lookahead")
