@@ -22,7 +22,6 @@ class DraftLimit(NamedTuple):
 
     lanes: int  # draft lanes of a sequence, at most
     depth: int  # loops after which a lane may be read for its draft
-    waits: bool = True  # nothing is chosen before it is known whether the lanes behind a final readout are right
 
 
 @dataclass(frozen=True)

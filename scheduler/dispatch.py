@@ -114,7 +114,7 @@ class Dispatch:
             requests[row] = request
             request.dispatched += 1
         step.requests, step.depths, step.chained = tuple(requests), tuple(loops.tolist()), record
-        step.blocks_next = limit is not None and limit.waits and bool(record.final.any())
+        step.blocks_next = bool(record.final.any())  # are the lanes behind a final readout right?
         for lane in rows.begin_coda(plain).tolist():
             self._requests.drain(self._request_at(int(rows.slot[lane])))
         return self._send(step, frame)

@@ -76,7 +76,6 @@ class CodaRows:
     epochs: SlotArray
     final: npt.NDArray[np.bool_]  # read for good, token and successor apart: its token is noted until it is certain
     successors: SlotArray  # lane that was started from this readout, 0 = none
-    successor_epochs: SlotArray
 
 
 class Chains:
@@ -245,7 +244,7 @@ class Chains:
         read = np.concatenate([finals, extra])
         final = np.arange(read.size) < finals.size
         successors = self._succeed(read, final)
-        record = CodaRows(index, read, rows.epoch[read], final, successors, rows.epoch[successors])
+        record = CodaRows(index, read, rows.epoch[read], final, successors)
         self.go_on(plain)
         if self._ordered:
             self._release_held(finals)
@@ -277,7 +276,6 @@ class Chains:
         rows, out = self._rows, list[Committed]()
         current = rows.epoch[record.lanes] == record.epochs
         heirs = current & (record.successors > 0)
-        heirs &= rows.epoch[record.successors] == record.successor_epochs
         self._input[record.successors[heirs]] = tokens[record.index[heirs]]
         read = current & record.final
         lanes = record.lanes[read]

@@ -41,7 +41,7 @@ class AnyOrder:
 
     def choose(self, view: QueueView, now: float) -> Decision | None:
         rng, config = self._rng, self._config
-        limit = DraftLimit(rng.randint(0, config.draft_lanes), rng.randint(1, config.r_max), rng.random() < 0.5)
+        limit = DraftLimit(rng.randint(0, config.draft_lanes), rng.randint(1, config.r_max))
         options = [Decision(stage) for stage, rows in ((Stage.PRELUDE, view.q_d), (Stage.CORE, view.q_r)) if rows]
         if view.q_c or view.asks_for_coda(limit):
             options.append(Decision(Stage.CODA, drafts=limit))
@@ -264,21 +264,20 @@ def test_drafts_end_with_the_last_token() -> None:
     assert chains.started.sum() == chains.right.sum() == 3
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_nothing_is_chosen_before_a_chain_is_known_to_be_right(waits: bool) -> None:
-    """A limit that waits blocks the next choice while a final readout with a successor is in flight; one that does not
-    wait lets core steps run ahead."""
+def test_nothing_is_chosen_before_a_chain_is_known_to_be_right() -> None:
+    """A coda that reads a row for good whose successor is under way blocks the next choice, however far ahead stages may be
+    chosen; one that only reads drafts does not."""
     config = build(async_scheduling="lookahead")
-    harness = Lockstep(config, acceptance=1.0, policy=Refill(1, FixedDrafts(DraftLimit(3, 1, waits))))
+    harness = Lockstep(config, acceptance=1.0, policy=Refill(1, FixedDrafts(DraftLimit(3, 1))))
     harness.submit(request())
-    ahead = 0
-    for _ in range(60):
+    ahead = {True: 0, False: 0}  # stages chosen right after a coda, by whether it reads for good
+    while not harness.answers[0].finish_reason:
         stage = harness.dispatch()
         if stage is None:
             harness.complete()
-        elif stage.header.stage is Stage.CODA and (stage.frame[ROW_AUX] == 4).any():
-            ahead += harness.dispatch() is not None
-    assert (ahead > 0) == (not waits)
+        elif stage.header.stage is Stage.CODA:
+            ahead[bool((stage.frame[ROW_AUX, : stage.header.rows] > 0).any())] += harness.dispatch() is not None
+    assert ahead[False] > 0 == ahead[True]
 
 
 def test_rows_that_are_few_go_to_the_oldest_requests() -> None:
@@ -352,13 +351,18 @@ def test_a_row_never_passes_one_whose_planes_are_not_filled(coda_layers: int, de
 
 
 def test_what_comes_back_for_a_dropped_row_is_void() -> None:
-    """The third token exits and is read before it is known that the second was started wrongly: its token comes back
-    after both were dropped, and must not be taken for one of the sequence."""
-    policy = Refill(1, FixedDrafts(DraftLimit(3, 1, waits=False)))
-    harness = Lockstep(build(async_scheduling="lookahead", r_max=6), acceptance=0.0, policy=policy)
-    assert harness.submit(request(depths=[3, 6, 2] * 6, max_loops=6))
-    harness.run(hold=lambda: True)
+    """A request is aborted while a coda reads rows of its chain for good; the next one has its slot, and its own tokens."""
+    harness = Lockstep(build(max_num_seqs=1, async_scheduling="lookahead"), acceptance=1.0)
+    assert harness.submit(request()) and harness.submit(request(1))
+    while not any(
+        step.chained is not None and step.chained.final.any() for step in harness.scheduler._in_flight._steps
+    ):
+        if harness.dispatch() is None:
+            harness.complete()
+    harness.abort(0)
+    harness.run()
     same_as_plain(harness)
+    assert len(harness.answers[1].tokens) == 20
 
 
 def test_what_a_policy_observes_of_a_coda_is_final_readouts() -> None:
