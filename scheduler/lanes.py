@@ -145,11 +145,21 @@ class Chains:
         may = ((phase == READY) | (phase == BLOCKED) | (phase == HELD)) & (rows.loop.take(lanes) >= limit.depth)
         may &= (tail - self._base[slots] < min(limit.lanes, rows.lanes - 1)) & (tail < rows.last_position.take(lanes))
         lanes = lanes[may]
-        drafts = rows.phase.size - 1 - rows.count[FREE] - rows.sequences
-        room = self._most_rows - rows.width - drafts  # every slot may need a row
-        if lanes.size > room:
+        room = self._most_rows - rows.width  # every slot may need a row
+        if lanes.size > room - (rows.phase.size - 1 - rows.count[FREE] - rows.sequences):
+            room -= self._spoken_for()
             lanes = lanes[np.argsort(rows.order[lanes], kind="stable")[: max(room, 0)]]
         return lanes
+
+    def _spoken_for(self) -> int:
+        """Rows beyond one a slot that stages after the next coda may run. Those whose final readout is dispatched, or is
+        with that coda, run no more; where such a one is the last of its chain, its successor does."""
+        rows = self._rows
+        taken = np.flatnonzero((rows.phase != FREE) & (rows.phase != READ))
+        slots = rows.slot.take(taken)
+        leaves = (rows.phase.take(taken) == EXITED) & (rows.position.take(taken) < self._tail.take(slots))
+        by_slot = np.bincount(slots[~leaves], minlength=rows.width + 1)
+        return int(np.maximum(by_slot - 1, 0).sum())
 
     def within_blocks(self, lanes: SlotArray, free: int) -> SlotArray:
         """Of these tails those whose successor has a block, or gets one of the ``free`` ones."""

@@ -95,6 +95,8 @@ class DraftTournament:
         """``ordered``: a row is read for good in a later boundary than the row ahead (coda has layers)."""
         self.settings = settings
         self._ordered = ordered
+        undrafted = {setting.pause: index for index, setting in enumerate(settings) if not setting.lanes}
+        self._undrafted = [undrafted[setting.pause] for setting in settings]
         self._u = np.random.default_rng(0).random((SEQUENCES, _DRAWS))
         self._depths: Int32Array | None = None
         self._accept: FloatArray = np.zeros(0)
@@ -133,22 +135,21 @@ class DraftTournament:
         if self._game is not None and self._depths is not None:
             self._game.play(self._depths, self._u, self._accept)
 
-    def seconds_per_token(self, costs: DraftCosts, active: int) -> FloatArray:
-        """[settings]"""
+    def seconds_per_token(self, costs: DraftCosts, active: int, spare_rows: float = np.inf) -> FloatArray:
+        """[settings]; ``spare_rows``: of a core step, for draft lanes. Where a setting has more, the oldest sequences have
+        their drafts and the others none: both kinds share core steps and boundaries."""
         assert self._game is not None
-        steps, rows, boundaries, coda_rows, prelude_rows, tokens, _ = self._game.counts
-        scale = max(1.0, active / self._game.group)
+        group, counts = self._game.group, self._game.counts
+        sequences = max(group, active)
+        rate = counts / np.maximum(counts[0], 1e-9)  # a core step
+        with_drafts = np.minimum(1.0, spare_rows / np.maximum(rate[6] * sequences / group, 1e-9))
+        rate[1:] = with_drafts * rate[1:] + (1.0 - with_drafts) * rate[1:, self._undrafted]
+        _, rows, boundaries, coda_rows, prelude_rows, tokens, _ = rate
         drafts = np.array([setting.lanes > 0 for setting in self.settings])
-        spent = steps * costs.core + boundaries * (costs.boundary + costs.wait * drafts)
+        spent = costs.core + boundaries * (costs.boundary + costs.wait * drafts)
+        scale = sequences / group
         spent += scale * (rows * costs.core_row + coda_rows * costs.coda_row + prelude_rows * costs.prelude_row)
         out: FloatArray = spent / np.maximum(tokens * scale, 1e-9)
-        return out
-
-    def draft_lanes(self) -> FloatArray:
-        """[settings] mean over core steps of the draft lanes of a sequence."""
-        assert self._game is not None
-        counts = self._game.counts
-        out: FloatArray = counts[6] / np.maximum(counts[0] * self._game.group, 1e-9)
         return out
 
 
@@ -161,7 +162,7 @@ class _Game:
         self.group = group
         self.rounds = 0.0  # with forgetting
         self.most_rounds = 0.0  # there have ever been
-        self.counts = np.zeros((7, n))  # see seconds_per_token; the last one is draft lanes
+        self.counts = np.zeros((7, n))  # see seconds_per_token; the last one is rows of draft lanes
         self._ordered = ordered
         self._lanes, self._depth, self._asks, _ = np.repeat(np.array(settings), SEQUENCES, axis=0).T
         self._pause = np.repeat([setting.pause for setting in settings], SEQUENCES // group)
@@ -182,6 +183,8 @@ class _Game:
         self.rounds = _KEEP * self.rounds + 1.0
         self.most_rounds = max(self.most_rounds, self.rounds)
         loop, exits, done = self._loop, self._exit, self._done
+        self.counts *= _KEEP
+        self._count(6, np.count_nonzero((exits > 0) & (done < 2), axis=1) - 1)
         run = loop < exits
         run[:, 1:] &= run[:, :-1] | (done[:, :-1] > 0) | (loop[:, :-1] > loop[:, 1:])
         loop += run
@@ -199,11 +202,9 @@ class _Game:
         asks &= self._alive <= self._asks
         go = self._in_group(unread[:, 0] | asks) & ((self._since >= self._pause) | ~busy)
         self._since[go] = 0
-        self.counts *= _KEEP
         self._count(0, busy)
         self._count(1, ran)
         self._count(2, go)
-        self._count(6, self._alive - 1)
         go = np.repeat(go, self.group)
         unread &= go[:, None]
         self._count(3, np.count_nonzero(unread & (done == 0), axis=1))

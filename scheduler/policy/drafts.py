@@ -147,12 +147,9 @@ class LearnedDrafts:
         costs = observed.draft_costs()
         if costs is None or not active or not self.tournament.settled:
             return
-        seconds = self.tournament.seconds_per_token(costs, active)
-        too_many = self.tournament.draft_lanes() * active > self._spare_rows
-        best = int(np.argmin(np.where(too_many, np.inf, seconds)))
-        settings = self.tournament.settings
-        now = settings.index(self.setting)
-        if too_many[now] or seconds[best] < _BETTER * seconds[now]:
+        seconds = self.tournament.seconds_per_token(costs, active, self._spare_rows)
+        best, settings = int(np.argmin(seconds)), self.tournament.settings
+        if seconds[best] < _BETTER * seconds[settings.index(self.setting)]:
             self.setting = settings[best]
 
     def _begin_or_end_probe(self, view: QueueView) -> None:

@@ -21,6 +21,7 @@ from depthbatch.common.frames import ROW_AUX, Stage, slot_param_rows, split_pref
 from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.policy.view import Policy
 from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import resolve_device
@@ -95,6 +96,7 @@ class LockstepEngine:
         self.config = config
         self._backend = backend
         self.built = self._new_worker()
+        self._policy: Policy | None = None
         self.history: list[Ran] = []
         self.preemptions = 0
         self.rebuilt = 0  # times that a sequence went on with a known token after its prefill
@@ -102,10 +104,15 @@ class LockstepEngine:
         self._chunks: dict[int, list[int]] = {}  # by slot, of prompts that are partly prefilled
 
     def run(
-        self, requests: Sequence[tuple[Sequence[int], RequestParams]], disturbances: Sequence[Disturbance] = ()
+        self,
+        requests: Sequence[tuple[Sequence[int], RequestParams]],
+        disturbances: Sequence[Disturbance] = (),
+        policy: Policy | None = None,
     ) -> list[Answer]:
-        """Submits all requests at once and runs until every one has its terminal event."""
+        """Submits all requests at once and runs until every one has its terminal event. ``policy``: in place of the
+        config's."""
         answers = [Answer() for _ in requests]
+        self._policy = policy
         scheduler = self._new_scheduler(requests, answers)
         late: deque[Late] = deque()
         self.deepest = self.preemptions = 0
@@ -137,7 +144,7 @@ class LockstepEngine:
         self, requests: Sequence[tuple[Sequence[int], RequestParams]], answers: Sequence[Answer]
     ) -> Scheduler:
         """Knows of every unanswered request what a frontend knows: prompt, parameters, tokens and depths so far."""
-        scheduler = Scheduler(SchedulerConfig.resolve(self.config, self.built.info))
+        scheduler = Scheduler(SchedulerConfig.resolve(self.config, self.built.info), self._policy)
         for index, ((prompt, params), answer) in enumerate(zip(requests, answers, strict=True)):
             if answer.finish_reason is None:
                 data, tokens = (np.asarray(ids, np.int32).tobytes() for ids in (prompt, answer.tokens))
