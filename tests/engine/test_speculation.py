@@ -17,6 +17,8 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import PLAIN, RequestParams, StageBatch
+from depthbatch.scheduler.config import DraftLimit
+from fakes.draft_policies import CoreFirst
 from fakes.lockstep import Answer, Disturbance, LockstepEngine
 from reference.oracle import HUGINN, OURO, R_MAX, prompts_of
 
@@ -202,6 +204,29 @@ def test_every_k_and_v_is_what_decode_without_drafts_writes(model: Path, gate: G
     for others in memory[1:]:
         for mine, theirs in zip(others, memory[0], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_that_have_caught_up_wait_until_planes_are_filled(model: Path) -> None:
+    """Core steps go on as long as a row may run, and the token ahead has left after two loops: those behind it come to a
+    plane that no coda has filled yet. Had they not waited, their K and V would be others from there on."""
+    prompt, outputs = prompts_of(model)[1], 12
+    params = RequestParams(
+        max_tokens=outputs,
+        gate=Gate.REPLAY,
+        min_loops=1,
+        max_loops=R_MAX[model],
+        exit_depths=bytes([3, *[R_MAX[model]] * 2] * outputs),
+        temperature=WARM,
+    )
+    memory = []
+    for lanes in ("off", 2):
+        running = engine(model, speculation=lanes, max_num_seqs=1)
+        policy = CoreFirst(DraftLimit(2, 1), 0) if lanes == 2 else None
+        running.run([(prompt, params)], policy=policy)
+        memory.append(Cache(running, 1, len(prompt) + outputs - 1).values)
+    for mine, theirs in zip(*memory, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("model", "depth"), [("demo", 2), ("demo-huginn", 1)])
