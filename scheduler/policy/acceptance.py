@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 _MEMORY = 1000.0  # outcomes of a depth
-_PRIOR_WEIGHT = 4.0  # in outcomes
+_PRIOR_WEIGHT = 8.0  # in outcomes
 _PRIOR = 0.85  # of the shallowest read; that of the deepest is 1
 
 
@@ -32,6 +32,10 @@ class Acceptance:
         self._outcomes *= np.exp(-new.sum(axis=0) / _MEMORY)
         self._outcomes += new
         self.by_depth = self._estimate()
+
+    def known(self, depth: int) -> float:
+        """How many outcomes the estimate of a depth rests on."""
+        return float(self._outcomes[:, depth].sum())
 
     def doubt(self, depth: int, outcomes: float) -> None:
         """What is known of a depth counts for no more than so many outcomes: it may have changed."""

@@ -4,7 +4,8 @@ Learned drafts (``--speculation auto``) take fitted costs, depths seen lately, a
 of active sequences, and ask every few core steps for the best of all settings. While they are off, codas are the policy's own.
 
 What is not in use is tried now and then, because acceptance may change with the traffic: a probe of some core steps, at another
-draft depth each time, with one draft lane while drafts are off. Probes take 1 of 256 core steps, whose rows at most double.
+draft depth each time, with one draft lane while drafts are off. Nothing pauses then: under a setting that pauses between codas
+drafts are read deeper than it says, and what a shallow read is worth is not seen. Probes take 1 of 256 core steps.
 """
 
 from typing import Protocol
@@ -154,14 +155,15 @@ class LearnedDrafts:
 
     def _begin_or_end_probe(self, view: QueueView) -> None:
         steps, setting = self._probe_steps(view), self.setting
-        others = [depth for depth in self._depths if not setting.lanes or depth != setting.depth]
+        in_use = max(self._depths, key=self.acceptance.known) if setting.lanes else None
+        others = [depth for depth in self._depths if depth != in_use]
         if self._probe is not None or not others or not self.tournament.settled:
             self._probe = None
             self._next_probe = self._steps + _PROBE_EVERY * steps
             return
         depth = others[self._probes % len(others)]
         self.acceptance.doubt(depth, _PROBE_OUTCOMES)
-        self._probe = DraftSetting(max(setting.lanes, 1), depth, max(setting.asks, 1), setting.pause)
+        self._probe = DraftSetting(max(setting.lanes, 1), depth, max(setting.asks, 1), 1)
         self._probes += 1
         self._next_probe = self._steps + steps
 
