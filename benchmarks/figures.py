@@ -202,8 +202,9 @@ def draw_exits(path: Path) -> None:
 
 
 def draw_accuracy(report: Mapping[str, Any], directory: Path) -> list[Path]:
-    """Accuracy against depth like the paper's Figure 14, ``accuracy-MODEL.png``, and exits by difficulty class,
-    ``exits-MODEL.png``, of a report of ``bench accuracy``; returns their paths. Raises ConfigError."""
+    """Accuracy against depth like the paper's Figure 14, ``accuracy-MODEL.png``, exits by difficulty class,
+    ``exits-MODEL.png``, and, where drafts were read, how many are right, ``drafts-MODEL.png``, of a report of
+    ``bench accuracy``; returns their paths. Raises ConfigError."""
     plt = import_pyplot()
     paths = [directory / f"{kind}-{report['model']}.png" for kind in ("accuracy", "exits")]
     gated = report["by_threshold"]
@@ -230,7 +231,25 @@ def draw_accuracy(report: Mapping[str, Any], directory: Path) -> list[Path]:
     ax.set_title(f"{report['model']}: exit depths by class, gate {setting['gate']}{at}", fontsize=10)
     canvas.savefig(paths[1], dpi=110)
     plt.close(canvas)
-    return paths
+    drafts = [row for row in report["by_draft_depth"] if row["drafts"]]
+    if not drafts:
+        return paths
+    canvas, ax = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
+    for gate, threshold in dict.fromkeys((row["gate"], row["threshold"]) for row in drafts):
+        rows = [row for row in drafts if (row["gate"], row["threshold"]) == (gate, threshold)]
+        label = "full depth" if threshold is None else f"gate {gate} at {threshold:g}"
+        ax.plot(
+            [row["depth"] for row in rows], [100 * row["acceptance"] for row in rows], "o-", label=label, markersize=4
+        )
+    ax.set_title(f"{report['model']}: drafts that are right", fontsize=10)
+    ax.set_xlabel("loops after which the draft is read")
+    ax.set_ylabel("right (%)")
+    ax.set_ylim(0, 102)
+    ax.legend(fontsize=8)
+    ax.grid(alpha=0.3)
+    canvas.savefig(directory / f"drafts-{report['model']}.png", dpi=110)
+    plt.close(canvas)
+    return [*paths, directory / f"drafts-{report['model']}.png"]
 
 
 def _gates(gated: Sequence[Row]) -> list[str]:

@@ -223,7 +223,9 @@ def test_the_command_on_the_shipped_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert [(r["depth"], r["drafts"], r["acceptance"]) for r in at_full_depth] == reference_acceptance(24)
     assert len(report["by_draft_depth"]) == 6 and at_full_depth[0]["acceptance"] < at_full_depth[-1]["acceptance"]
     assert "at full depth" in tables(report)
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["accuracy-demo.png", "exits-demo.png"]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+        f"{kind}-demo.png" for kind in ("accuracy", "drafts", "exits")
+    ]
 
 
 def test_the_command_on_own_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
