@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 _MEMORY = 1000.0  # outcomes of a depth
-_PRIOR_WEIGHT = 8.0  # in outcomes
+_PRIOR_WEIGHT = 6.0  # in outcomes
 _PRIOR = 0.85  # of the shallowest read; that of the deepest is 1
 
 

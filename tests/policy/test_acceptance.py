@@ -65,4 +65,4 @@ def test_doubt_makes_room_for_new_outcomes() -> None:
     fresh.refresh(*outcomes((4, 0)))
     fresh.doubt(1, 16)
     fresh.refresh(*outcomes((4, 4)))
-    assert 0.69 < fresh.by_depth[1] < 0.75  # 4 right, 4 wrong, and the prior
+    assert 0.66 < fresh.by_depth[1] < 0.7  # 4 right, 4 wrong, and the prior
