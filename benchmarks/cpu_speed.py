@@ -14,7 +14,7 @@ DRAM, operations over the multiply-add rate; a kernel's bound is the larger. Eve
 so weights and KV come from DRAM as they do in a step, beside the plain way to compute the same: F.linear, oneDNN's
 blocked weights, gather + SDPA, operator by operator. Times are the least of several rounds.
 
-``all-reduce``: benchmarks/all_reduce.py.
+``all-reduce`` and ``drafts`` have modules of their own.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthbatch.benchmarks.all_reduce import add_all_reduce_arguments, run_all_reduce
+from depthbatch.benchmarks.cpu_drafts import add_cpu_drafts_arguments, run_cpu_drafts
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.plain_loop import PlainLoop, Shape
 from depthbatch.benchmarks.record import print_table, write_json
@@ -87,6 +88,10 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     add_all_reduce_arguments(sums)
     sums.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
     sums.set_defaults(measure=run_all_reduce)
+    drafts = what.add_parser("drafts", help="speculation beside none, with a real model", allow_abbrev=False)
+    add_cpu_drafts_arguments(drafts)
+    drafts.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    drafts.set_defaults(measure=run_cpu_drafts)
     for one, run, threads in ((engine, run_engine, None), (policies, run_policies, 1), (step, run_step, None)):
         one.add_argument(
             "--threads", type=int, default=threads, help=f"of a worker (default: {threads or 'torch decides'})"

@@ -84,3 +84,21 @@ def test_device_keeps_its_profiles_time() -> None:
     figures = device_clock.measure("h100-ouro-1.4b", 6, 2, 4)
     assert figures["stages"] == 6 and figures["stage_ms"] > 5
     assert figures["late_us_p99"] >= figures["late_us_p50"] >= 0 and figures["gap_us_p50"] >= 0
+
+
+def test_drafts_are_measured_beside_none(tmp_path: Path) -> None:
+    """Both engines give the same tokens, drafts are made and some are right; the first round does not count."""
+    output = tmp_path / "drafts.json"
+    load = ["--streams", "1", "--requests-per-stream", "1", "--tokens", "12", "--seconds", "0"]
+    drafts = ["--speculation", "2", "--draft-depth", "2", "--gate", "none", "--dtype", "float32"]
+    assert cpu.run_cpu(parsed("drafts", "demo", *load, *drafts, "--output", str(output))) == 0
+    [row] = json.loads(output.read_text())["by_streams"]
+    assert (row["streams"], row["rounds"], row["gate"], row["mean_depth"]) == (1, 1, "none", 4.0)
+    assert row["equal_outputs"] == 1.0 and row["acceptance"] > 0.3 and row["draft_lanes_mean"] > 0.3
+    assert row["tokens_per_s"]["drafts"] > 0 and len(row["ratio_quartiles"]) == 3
+
+
+def test_drafts_that_are_off_are_not_compared() -> None:
+    """Ratios of none with none would look like a finding."""
+    with pytest.raises(ConfigError, match="needs --speculation"):
+        cpu.run_cpu(parsed("drafts", "demo"))
