@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from depthbatch.frontend.output import RequestOutput
     from depthbatch.frontend.params import SamplingParams
 
-HAZARD_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99, 0.995, 0.999)
+HAZARD_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99, 0.995, 0.999, 0.9995)
 CONVERGENCE_THRESHOLDS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)
 QUICK_THRESHOLDS = {False: (0.5, 0.9, 0.97), True: (0.5, 0.2, 0.07)}  # by whether the gate is a convergence test
 EXAMPLES, QUICK_EXAMPLES = 600, 90
@@ -154,15 +154,17 @@ def fixed_depths(r_max: int, quick: bool) -> list[int]:
 
 def gate_settings(info: EngineInfo, quick: bool) -> list[Setting]:
     """Every threshold of every gate the engine has; where DELAYED is the convergence test it is tried once."""
-    converges = Gate.CONVERGENCE in info.gates
-    thresholds = CONVERGENCE_THRESHOLDS if converges else HAZARD_THRESHOLDS
     gates = [gate for gate in info.gates if gate.takes_threshold]
-    return [
-        Setting(gate, threshold)
-        for gate in gates
-        if not (converges and gate is Gate.DELAYED)
-        for threshold in (QUICK_THRESHOLDS[converges] if quick else thresholds)
-    ]
+    if Gate.CONVERGENCE in gates:
+        gates.remove(Gate.DELAYED)
+    return [Setting(gate, threshold) for gate in gates for threshold in _thresholds(info, gate, quick)]
+
+
+def _thresholds(info: EngineInfo, gate: Gate, quick: bool) -> tuple[float, ...]:
+    distances = gate.compares_distances(info.gates)
+    if quick:
+        return QUICK_THRESHOLDS[distances]
+    return CONVERGENCE_THRESHOLDS if distances else HAZARD_THRESHOLDS
 
 
 def layout_runs(base: EngineInfo, layouts: Sequence[KVLayout], quick: bool) -> list[tuple[KVLayout, int]]:

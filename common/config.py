@@ -189,6 +189,13 @@ class EngineConfig(Options, frozen=True):
     gate: Annotated[str | None, option("exit gate of requests that name none (default: the model's)", ENGINE_GATES)] = (
         None
     )
+    gate_weights: Annotated[
+        str | None,
+        option(
+            "file of a trained gate, or directory of such files, instead of those of their kind beside the model "
+            "(default: those)"
+        ),
+    ] = None
     exit_threshold: Annotated[
         Annotated[float, Meta(ge=0.0)] | None,
         option("exit threshold of requests that name none (default: the model's)"),

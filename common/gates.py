@@ -1,6 +1,10 @@
 """Exit gates: who decides how deep a token goes, and how late the decision takes effect (architecture, section 6)."""
 
+from collections.abc import Collection
 from enum import IntEnum
+
+HEAD_THRESHOLD = 0.999
+"""Exit threshold of trained heads in a model whose own exits are decided by distances."""
 
 
 class Gate(IntEnum):
@@ -39,6 +43,11 @@ class Gate(IntEnum):
     def may_exit_early(self) -> bool:
         """True when depths differ between the tokens of one request."""
         return self not in (Gate.NONE, Gate.FIXED)
+
+    def compares_distances(self, gates: "Collection[Gate]") -> bool:
+        """True when an exit threshold is a distance of states, below which a token leaves, and not a probability that is
+        reached: in a model with a convergence test, of all but trained heads."""
+        return Gate.CONVERGENCE in gates and self not in (Gate.LOOKAHEAD, Gate.PRELOOP)
 
 
 GATE_BY_LABEL = {gate.label: gate for gate in Gate}

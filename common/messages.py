@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from depthbatch.common.errors import DecodeError
-from depthbatch.common.gates import Gate
+from depthbatch.common.gates import HEAD_THRESHOLD, Gate
 from depthbatch.common.stats import CoreStats, WorkerStats
 
 _SOURCES = (Path(__file__).with_name(name).read_bytes() for name in ("messages.py", "frames.py", "stats.py"))
@@ -152,7 +152,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     r_min: int  # fewest loops after which a gate may let a token go
     default_gate: Gate
     gates: tuple[Gate, ...]  # gates this engine can run
-    default_threshold: float
+    default_threshold: float  # of the default gate and of those that compare the same
     kv_layout: str
     block_size: int
     num_blocks: int  # logical blocks, the dummy block 0 included
@@ -168,6 +168,15 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     draft_lanes: int = 0  # successors of a token that may be on their way with it
     coda_layers: int = 0  # layers whose K/V a final readout writes
     notes: tuple[str, ...] = ()  # what who starts it should know, a line each
+    other_threshold: float = (
+        HEAD_THRESHOLD  # of gates that compare probabilities where the default one does distances, or
+    )
+    # distances where it does probabilities
+
+    def threshold_of(self, gate: Gate) -> float:
+        """The exit threshold of requests that name this gate and none."""
+        alike = gate.compares_distances(self.gates) == self.default_gate.compares_distances(self.gates)
+        return self.default_threshold if alike else self.other_threshold
 
 
 class EngineReady(Message, frozen=True):

@@ -439,7 +439,7 @@ class RequestDefaults:
             raise RequestError(f"min_loops {min_loops} is more than max_loops {max_loops}", "min_loops")
         if not r_min <= min_loops <= max_loops:
             raise RequestError(f"min_loops must be between {r_min} and {max_loops}, not {min_loops}", "min_loops")
-        threshold = self.info.default_threshold if params.exit_threshold is None else params.exit_threshold
+        threshold = self.info.threshold_of(gate) if params.exit_threshold is None else params.exit_threshold
         return Depth(gate, float(threshold), min_loops, max_loops)
 
 

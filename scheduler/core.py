@@ -195,13 +195,15 @@ class Scheduler:
         if said.size != step.slots.size:
             raise ValueError(f"step {step.step_id} has {step.slots.size} rows, gates of its result {said.size}")
         assert step.epochs is not None
+        rows = self.admission.rows
         if predicts:
-            self.admission.rows.set_predicted_depths(step.lanes, step.epochs, said)
+            rows.set_predicted_depths(step.lanes, step.epochs, said)
+            exited = rows.fire_first(step.lanes, step.epochs, said)
         else:
             assert step.loops is not None
-            exited = self.admission.rows.fire(step.lanes, step.epochs, step.loops, said)
-            if self.admission.chains is not None:
-                self.admission.chains.hold(exited)
+            exited = rows.fire(step.lanes, step.epochs, step.loops, said)
+        if self.admission.chains is not None:
+            self.admission.chains.hold(exited)
 
     def _deliver_prompt(self, targets: PromptTargets, logprobs: bytes) -> None:
         """Logprobs of prompt tokens become events without tokens."""

@@ -132,10 +132,11 @@ class Dispatch:
         new_blocks = admission.grow(slots)
         rows.start_token(slots)
         extra = feed_forced_tokens(rows, slots) if rows.any_of("forced", slots) else None
-        gated = rows.any_of("preloop", slots)
+        waits = rows.any_of("preloop", slots)
+        gated = waits or rows.any_of("first_exit", slots)
         step, frame = self._decode(Stage.PRELUDE, slots, now, new_blocks, Variant.GATES if gated else PLAIN, extra)
         if gated:
-            step.epochs, step.blocks_next = rows.epoch.take(slots), True
+            step.epochs, step.blocks_next = rows.epoch.take(slots), waits
         return self._send(step, frame)
 
     def prefill(self, now: float, limit: PrefillLimit | None) -> ScheduledStage:

@@ -50,7 +50,8 @@ class InFlight:
 
     ``lookahead``: up to two core steps, everything in between rides along. The exits of a core step follow from the
     gates of the step before it, so they are known once that one is answered: with two core steps in flight nothing
-    more is chosen. ``async``: nothing is chosen while a core step is in flight. ``off``: one stage at a time.
+    more is chosen. Those of a first loop follow from the prelude before it: with that and a core step behind it in flight
+    nothing is chosen either. ``async``: nothing is chosen while a core step is in flight. ``off``: one stage at a time.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -59,6 +60,8 @@ class InFlight:
         self._max_cores = config.max_cores_in_flight
         self._cores = 0
         self._blocking = 0
+        self._deciding = 0  # preludes that decide exits
+        self._overdue = 0  # those of them with a core step behind
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -70,12 +73,20 @@ class InFlight:
 
     def full(self) -> bool:
         """True when no stage may be chosen before the next result."""
-        return self._blocking > 0 or self._cores >= self._max_cores or len(self._steps) >= self._max_stages
+        return (
+            self._blocking > 0
+            or self._overdue > 0
+            or self._cores >= self._max_cores
+            or len(self._steps) >= self._max_stages
+        )
 
     def push(self, step: InFlightStep) -> None:
         self._steps.append(step)
         self._cores += step.stage is Stage.CORE
         self._blocking += step.blocks_next
+        self._deciding += step.stage is Stage.PRELUDE and step.decides
+        if step.stage is Stage.CORE:
+            self._overdue = self._deciding
 
     def pop(self, step_id: int) -> InFlightStep | None:
         """The oldest step if it has this id; None for an id that is not in flight (a worker that is gone).
@@ -89,6 +100,9 @@ class InFlight:
         step = self._steps.popleft()
         self._cores -= step.stage is Stage.CORE
         self._blocking -= step.blocks_next
+        if step.stage is Stage.PRELUDE and step.decides:
+            self._deciding -= 1
+            self._overdue = max(0, self._overdue - 1)
         return step
 
     def steps_with(self, slot: int) -> int:
@@ -105,4 +119,4 @@ class InFlight:
     def clear(self) -> None:
         """Forgets everything: the worker that ran it is gone."""
         self._steps.clear()
-        self._cores = self._blocking = 0
+        self._cores = self._blocking = self._deciding = self._overdue = 0

@@ -35,6 +35,7 @@ class Request:
     limit: int  # output tokens at most, max_model_len respected
     order: int  # smaller = served first: priority, then arrival
     stop_ids: frozenset[int]
+    first_exit: bool = False  # under gate LOOKAHEAD: a pre-loop head may end a token's loops after the first
     client: int = 0  # where requests wait, clients take turns
     output: list[int] = field(default_factory=list)  # tokens known here
     depths: bytearray = field(default_factory=bytearray)  # the exit depth of each: that of the token before it, if fed

@@ -87,6 +87,7 @@ class RowState:
         self.gated = np.zeros(rows, np.bool_)  # a core step returns a decision
         self.own = np.zeros(rows, np.bool_)  # that decision is needed before the next stage
         self.preloop = np.zeros(rows, np.bool_)  # prelude returns the depth
+        self.first_exit = np.zeros(rows, np.bool_)  # prelude says whether the first loop is the last
         self.replayed = np.zeros(rows, np.bool_)
         self.forbids_tokens = np.zeros(rows, np.bool_)  # bad words or an allow list
         self.changes_logits = np.zeros(rows, np.bool_)  # penalties, bias or min_tokens
@@ -103,6 +104,7 @@ class RowState:
             "gated",
             "own",
             "preloop",
+            "first_exit",
             "replayed",
             "changes_logits",
             "forbids_tokens",
@@ -256,6 +258,11 @@ class RowState:
         fewest = self.first_flag_loop[rows] + self.delay[rows]
         self.exit_loop[rows] = np.clip(depths[counts].astype(np.int32), fewest, self.max_loops[rows])
 
+    def fire_first(self, lanes: SlotArray, epochs: SlotArray, depths: npt.NDArray[np.uint8]) -> SlotArray:
+        """Pre-loop heads that say, [rows], that one loop is enough are gates that fired before it. As ``fire``."""
+        said = ((depths == 1) & self.first_exit[lanes]).astype(np.uint8)
+        return self.fire(lanes, epochs, np.zeros(lanes.size, np.int32), said)
+
     def force_depth(self, slot: int, depth: int) -> None:
         """The row's forced token exits where it did the first time."""
         self.exit_loop[slot] = depth
@@ -312,6 +319,7 @@ class RowState:
             "gated": gate.decides_on_device,
             "own": gate is Gate.OWN,
             "preloop": gate is Gate.PRELOOP,
+            "first_exit": request.first_exit,
             "replayed": gate is Gate.REPLAY,
             "changes_logits": request.params.changes_logits,
             "forbids_tokens": request.params.forbids_tokens,

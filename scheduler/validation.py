@@ -25,17 +25,19 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
     cuts = np.frombuffer(submit.cuts, "<i4").tolist()
     if forced_decode and generated.size and not cuts and prompt.size <= config.max_num_batched_tokens:
         cuts = [prompt.size]  # none were told because the prompt was prefilled whole, and so it must be again
+    gate = _gate_in_force(params, config, full_depth)
     limit = min(params.max_tokens, config.max_model_len - prompt.size)
     _check_fits(prompt.size, limit, config)
     return Request(
         request_id=submit.request_id,
         prompt=prompt,
         params=params,
-        gate=_gate_in_force(params, config, full_depth),
+        gate=gate,
         limit=limit,
         client=submit.client,
         order=(MAX_PRIORITY - params.priority) * (1 << 40) + arrival,
         stop_ids=frozenset(params.stop_token_ids),
+        first_exit=gate is Gate.LOOKAHEAD and Gate.PRELOOP in config.gates and params.min_loops == 1,
         output=generated.tolist(),
         depths=bytearray(submit.generated_depths),
         forced_decode=forced_decode,
@@ -47,13 +49,12 @@ def make_request(submit: Submit, config: SchedulerConfig, full_depth: bool, arri
 
 
 def _gate_in_force(params: RequestParams, config: SchedulerConfig, full_depth: bool) -> Gate:
-    """Gates that cannot fire are not asked: a cumulative one with a threshold of 1, any under a full-depth policy.
-    OWN and DELAYED of a model with a convergence test are that test, which may fire at any threshold."""
+    """Gates that cannot fire are not asked: one of probabilities with a threshold of 1, any under a full-depth policy.
+    Distances may be below any threshold."""
     gate = params.gate
     if full_depth and gate.may_exit_early:
         return Gate.NONE
-    cumulative = gate is Gate.LOOKAHEAD or (gate in (Gate.OWN, Gate.DELAYED) and Gate.CONVERGENCE not in config.gates)
-    if cumulative and params.exit_threshold >= 1.0:
+    if gate.decides_on_device and not gate.compares_distances(config.gates) and params.exit_threshold >= 1.0:
         return Gate.NONE
     return gate
 

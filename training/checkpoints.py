@@ -95,7 +95,7 @@ def _open(name: str, family: str) -> ModelDir:
     """A checked model directory of a family. Raises ModelError."""
     model_dir = open_model_dir(name)
     if model_dir.family.name != family:
-        wanted = "exit gates need an Ouro model" if family == "ouro" else "not a Huginn model"
+        wanted = "exit gates are trained for Ouro and Huginn models" if family == "ouro" else "not a Huginn model"
         raise ModelError(f"{model_dir.path} is a {model_dir.config.values.get('model_type')!r} model; {wanted}")
     read_spec(name)
     return model_dir

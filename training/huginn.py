@@ -1,7 +1,8 @@
 """Differentiable Huginn forward whose ``state_dict`` has the public checkpoint's keys.
 
 Source: the facts of huginn-0125's published configuration and reference forward (docs/models.md).
-Backpropagation is truncated to the last loops; the module does not know about KV caches or exits.
+Backpropagation is truncated to the last loops; the module does not know about exits. ``decode`` is what a KV cache with
+one plane for all loops does to the tokens of an answer.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from depthbatch.training.layers import (
     RMSNorm,
-    causal_attention,
+    attention,
+    causal_mask,
     init_weights,
     rope_angles,
     rotate_pairs,
@@ -41,10 +43,33 @@ class HuginnSize:
     norm_eps: float = 1e-6
 
 
+class KeysValues(NamedTuple):
+    """Keys, rotated, and values of one layer, each [B, H, T, d]."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class HuginnOutput(NamedTuple):
-    """Raw states after loops 1..R, [R, B, T, D]; no norm and no coda applied."""
+    """A pass over whole rows.
+
+    ``states``: raw states after loops 1..R, [R, B, T, D]; no norm and no coda applied.
+    ``injection``: what every loop gets from the prelude, [B, T, D].
+    ``cache``: K/V of each core layer in the last loop: what a cache with one plane for all loops holds.
+    """
 
     states: Tensor
+    injection: Tensor
+    cache: list[KeysValues]
+
+
+class _Past(NamedTuple):
+    """Where a block's queries look: the rotary angles of its rows, the mask, and K/V in front of their own."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+    cache: KeysValues | None = None
 
 
 class _Attention(nn.Module):
@@ -55,13 +80,14 @@ class _Attention(nn.Module):
         self.qk_bias = nn.Parameter(torch.zeros(2, 1, size.n_heads, size.n_embd // size.n_heads))
         self.proj = nn.Linear(size.n_embd, size.n_embd, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: _Past) -> tuple[Tensor, KeysValues]:
         q, k, v = (split_heads(part, self.heads) for part in self.Wqkv(x).chunk(3, -1))
         bias_q, bias_k = self.qk_bias.transpose(1, 2)  # [H, 1, d] each
-        q = rotate_pairs((q + bias_q).to(q.dtype), cos, sin)
-        k = rotate_pairs((k + bias_k).to(k.dtype), cos, sin)
-        out: Tensor = self.proj(causal_attention(q, k, v))
-        return out
+        q = rotate_pairs((q + bias_q).to(q.dtype), past.cos, past.sin)
+        own = seen = KeysValues(rotate_pairs((k + bias_k).to(k.dtype), past.cos, past.sin), v)
+        if past.cache is not None:
+            seen = KeysValues(*(torch.cat(pair, -2) for pair in zip(past.cache, own, strict=True)))
+        return self.proj(attention(q, *seen, past.mask)), own
 
 
 class _Mlp(nn.Module):
@@ -88,10 +114,10 @@ class _Block(nn.Module):
         self.attn = _Attention(size)
         self.mlp = _Mlp(size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = self.norm_2(x + self.attn(self.norm_1(x), cos, sin))
-        out: Tensor = self.norm_4(x + self.mlp(self.norm_3(x)))
-        return out
+    def forward(self, x: Tensor, past: _Past) -> tuple[Tensor, KeysValues]:
+        mixed, own = self.attn(self.norm_1(x), past)
+        x = self.norm_2(x + mixed)
+        return self.norm_4(x + self.mlp(self.norm_3(x))), own
 
 
 class _Transformer(nn.Module):
@@ -130,34 +156,69 @@ class HuginnTrainer(nn.Module):
     def forward(
         self, ids: Tensor, loops: int, state: Tensor | None = None, gradient_loops: int | None = None
     ) -> HuginnOutput:
-        """Run prelude and ``loops`` core steps over whole rows.
+        """Run prelude and ``loops`` core steps over whole rows, a KV plane a loop.
 
         ``ids``: token ids [B, T], padded on the right.
         ``loops``: core steps R.
         ``state``: initial state [B, T, D]; zeros when None.
         ``gradient_loops``: only the last so many steps keep their graph; all when None.
         """
-        cos, sin = self._angles(ids.shape[1])
+        past = _Past(*self._angles(ids.shape[1]), causal_mask(ids.shape[1]))
         injection = self.transformer.wte(ids) * self.size.n_embd**0.5
         for block in self.transformer.prelude:
-            injection = block(injection, cos, sin)
+            injection, _ = block(injection, past)
         s = torch.zeros_like(injection) if state is None else state
+        pasts = [past] * len(self.transformer.core_block)
+        states, cache = self._loops(s, injection, pasts, loops, gradient_loops)
+        return HuginnOutput(states, injection, cache)
+
+    def decode(
+        self,
+        whole: HuginnOutput,
+        positions: Tensor,
+        loops: int,
+        state: Tensor | None = None,
+        gradient_loops: int | None = None,
+    ) -> Tensor:
+        """Run the tokens at ``positions`` [B, A] again, as one shared KV plane shows them what is before them: every
+        loop of theirs sees the last loop of ``whole``. Returns their raw states after loops 1..R, [R, B, A, D].
+
+        That the tokens of an answer see each other as ``whole`` has them, not as this pass does, is the only
+        difference from decoding one after the other.
+        """
+        length, count = whole.injection.shape[1], positions.shape[1]
+        cos, sin = (angle[positions].unsqueeze(1) for angle in self._angles(length))
+        before = torch.arange(length) < positions.unsqueeze(-1)  # [B, A, T]
+        seen = torch.cat((before, torch.eye(count, dtype=torch.bool).expand(len(positions), -1, -1)), -1)
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+        pasts = [_Past(cos, sin, mask, cache) for cache in whole.cache]
+        injection = at(whole.injection, positions)
+        s = torch.zeros_like(injection) if state is None else state
+        return self._loops(s, injection, pasts, loops, gradient_loops)[0]
+
+    def _loops(
+        self, s: Tensor, injection: Tensor, pasts: list[_Past], loops: int, gradient_loops: int | None
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """States after every core step, and K/V of the last; ``pasts`` has a layer's view each."""
         states = []
+        cache: list[KeysValues] = []
         for step in range(loops):
             tracked = torch.is_grad_enabled() and (gradient_loops is None or step >= loops - gradient_loops)
             with torch.set_grad_enabled(tracked):
                 s = self.transformer.adapter(torch.cat((s, injection), -1))
-                for block in self.transformer.core_block:
-                    s = block(s, cos, sin)
+                cache = []
+                for block, past in zip(self.transformer.core_block, pasts, strict=True):
+                    s, own = block(s, past)
+                    cache.append(own)
             states.append(s)
-        return HuginnOutput(torch.stack(states))
+        return torch.stack(states), cache
 
     def logits(self, states: Tensor) -> Tensor:
         """ln_f, coda, ln_f and the tied head on raw states [..., T, D]; fp32, [..., T, V]."""
-        cos, sin = self._angles(states.shape[-2])
+        past = _Past(*self._angles(states.shape[-2]), causal_mask(states.shape[-2]))
         x = self.transformer.ln_f(states.reshape(-1, *states.shape[-2:]))
         for block in self.transformer.coda:
-            x = block(x, cos, sin)
+            x, _ = block(x, past)
         return self.head(x).reshape(*states.shape[:-1], -1)
 
     def head(self, x: Tensor) -> Tensor:
@@ -170,3 +231,8 @@ def initial_state(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     state = torch.empty(shape)
     nn.init.trunc_normal_(state, 0.0, STATE_STD, -STATE_CUT * STATE_STD, STATE_CUT * STATE_STD, generator=generator)
     return state
+
+
+def at(rows: Tensor, positions: Tensor) -> Tensor:
+    """The entries of rows [B, T, D] at positions [B, A]: [B, A, D]."""
+    return rows.gather(1, positions.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -51,17 +51,27 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over [B, H, T, d]; returns [B, T, H * d].
+def causal_mask(length: int) -> Tensor:
+    """What causal attention adds to the scores of whole rows: 0 or minus infinity, [length, length].
 
-    Rows are padded on the right only, so the causal mask alone keeps padding out of real positions.
+    Rows are padded on the right only, so this alone keeps padding out of real positions.
+    """
+    return torch.full((length, length), -torch.inf).triu_(1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of q [B, H, A, d] over k and v [B, H, T, d] with ``mask`` added to the scores; returns [B, A, H * d].
+
     Written out because the fused CPU kernel's bf16 backward is ten times slower at these lengths.
     """
-    length = q.shape[-2]
-    mask = torch.full((length, length), -torch.inf).triu_(1)
     scores = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).float() + mask
     mixed: Tensor = scores.softmax(-1).to(v.dtype) @ v
     return mixed.transpose(1, 2).flatten(-2)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of whole rows [B, H, T, d]; returns [B, T, H * d]."""
+    return attention(q, k, v, causal_mask(q.shape[-2]))
 
 
 def init_weights(module: nn.Module, seed: int) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthbatch.training.batches import IGNORED, Batch
-from depthbatch.training.huginn import HuginnTrainer
+from depthbatch.training.huginn import HuginnTrainer, at
 from depthbatch.training.ouro import OuroTrainer
 
 ENTROPY_WEIGHT = 0.5
@@ -117,10 +117,46 @@ def huginn_loss(
     """
     states = model(batch.ids, loops, state, gradient_loops).states
     chosen = batch.targets != IGNORED
-    final = batch.targets[chosen]
-    coda = F.cross_entropy(model.logits(states[-1])[chosen], final, reduction="sum")
-    tracked = range(max(0, loops - (gradient_loops or loops)), loops)  # states[i] is that after step i + 1
-    last = len(batch.partial) - 1
-    targets = torch.cat([batch.partial[min(i, last)][chosen] for i in tracked])
-    logits = model.head(states[tracked.start :, chosen]).flatten(0, 1)
+    return _huginn_loss(model, batch, states[-1], states[:, chosen], gradient_loops)
+
+
+def shared_plane_loss(
+    model: HuginnTrainer,
+    batch: Batch,
+    loops: int,
+    answer_loops: int,
+    state: Tensor | None = None,
+    gradient_loops: int | None = None,
+) -> Tensor:
+    """``huginn_loss`` with a KV plane a loop, and with one for all loops: the mean of both; a scalar.
+
+    With one plane a prompt is as it is with many, for it is prefilled at once, ``loops`` deep. The tokens of an answer
+    then see it as its last loop left it, in all of their ``answer_loops`` loops (``HuginnTrainer.decode``).
+    Other arguments as for ``huginn_loss``.
+    """
+    whole = model(batch.ids, loops, state, gradient_loops)
+    chosen = batch.targets != IGNORED
+    counts = chosen.sum(1, keepdim=True)  # answers are without gaps
+    entries = torch.arange(int(counts.max()))
+    positions = (chosen.int().argmax(1, keepdim=True) + entries).clamp(max=chosen.shape[1] - 1)
+    answer_state = None if state is None else at(state, positions)
+    answers = model.decode(whole, positions, answer_loops, answer_state, gradient_loops)[:, entries < counts]
+    last = whole.states[-1].clone()
+    last[chosen] = answers[-1]
+    many = _huginn_loss(model, batch, whole.states[-1], whole.states[:, chosen], gradient_loops)
+    return (many + _huginn_loss(model, batch, last, answers, gradient_loops)) / 2
+
+
+def _huginn_loss(
+    model: HuginnTrainer, batch: Batch, last: Tensor, answers: Tensor, gradient_loops: int | None
+) -> Tensor:
+    """Of raw states: ``last`` of whole rows [B, T, D], ``answers`` after every loop at the N supervised positions
+    [R, N, D]."""
+    chosen = batch.targets != IGNORED
+    final, loops = batch.targets[chosen], len(answers)
+    coda = F.cross_entropy(model.logits(last)[chosen], final, reduction="sum")
+    tracked = range(max(0, loops - (gradient_loops or loops)), loops)  # answers[i] is that after step i + 1
+    deepest = len(batch.partial) - 1
+    targets = torch.cat([batch.partial[min(i, deepest)][chosen] for i in tracked])
+    logits = model.head(answers[tracked.start :]).flatten(0, 1)
     return (F.cross_entropy(logits, targets, reduction="sum") / len(tracked) + coda) / 2

@@ -82,15 +82,16 @@ class Run:
     ``model``: the model; parameters with ``requires_grad`` are trained.
     ``objective``: the loss.
     ``config``: the run's constants.
+    ``rate``: factor of all learning rates.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, config: RunConfig) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, config: RunConfig, rate: float = 1.0) -> None:
         self.model = model
         self.objective = objective
         self.config = config
         self.tokenizer: Tokenizer = build_tokenizer()
         self.optimizers = build_optimizers(model)
-        self.base_rates = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
+        self.base_rates = [[rate * group["lr"] for group in opt.param_groups] for opt in self.optimizers]
         self.step = 0
 
     def train_step(self) -> float:

@@ -16,7 +16,7 @@ import torch
 from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
-from depthbatch.common.gates import GATE_BY_LABEL, Gate
+from depthbatch.common.gates import GATE_BY_LABEL, HEAD_THRESHOLD, Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import PLAIN, EngineInfo, Variant
@@ -98,6 +98,7 @@ def _build(config: EngineConfig, ranks: "Ranks | None", progress: Progress = no_
             state_init=config.state_init,
             parallel=ONE_RANK if ranks is None else ranks.parallel,
             progress=progress,
+            gate_weights=config.gate_weights,
         )
     except Exception as error:
         if not is_out_of_memory(error):
@@ -204,11 +205,12 @@ def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:
 
 
 class GateChoice(NamedTuple):
-    """What requests may use, and what those that name nothing get."""
+    """What requests may use, and what those that name nothing get; ``other_threshold``: see EngineInfo."""
 
     gates: tuple[Gate, ...]
     default: Gate
     threshold: float
+    other_threshold: float
 
 
 def resolve_gates(config: EngineConfig, spec: ModelSpec, layout: KVLayout) -> GateChoice:
@@ -225,8 +227,10 @@ def resolve_gates(config: EngineConfig, spec: ModelSpec, layout: KVLayout) -> Ga
             raise ConfigError(f"gate '{config.gate}' is not one of {spec.architecture}'s: {known}")
         if default not in gates:
             raise ConfigError(f"kv_layout '{layout}' cannot run gate '{config.gate}': early exits leave holes in it")
-    threshold = config.exit_threshold if config.exit_threshold is not None else spec.default_threshold
-    return GateChoice(gates, default, threshold)
+    threshold, other = spec.default_threshold, HEAD_THRESHOLD
+    if default.compares_distances(spec.gates) != spec.default_gate.compares_distances(spec.gates):
+        threshold, other = other, threshold
+    return GateChoice(gates, default, threshold if config.exit_threshold is None else config.exit_threshold, other)
 
 
 def engine_info(
@@ -247,6 +251,7 @@ def engine_info(
         default_gate=choice.default,
         gates=choice.gates,
         default_threshold=choice.threshold,
+        other_threshold=choice.other_threshold,
         kv_layout=layout,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
@@ -317,7 +322,7 @@ def runs_full_depth(choice: GateChoice) -> bool:
     the convergence test compares, may."""
     if not choice.default.may_exit_early:
         return True
-    distances = Gate.CONVERGENCE in choice.gates and choice.default is not Gate.PRELOOP
+    distances = choice.default.compares_distances(choice.gates)
     return choice.default.takes_threshold and not distances and choice.threshold >= 1.0
 
 

@@ -16,6 +16,7 @@ OPTIONS = (
     "block_size",
     "max_model_len",
     "max_loops",
+    "gate_weights",
     "tensor_parallel_size",
 )
 
@@ -35,8 +36,8 @@ def run_info(args: argparse.Namespace) -> int:
 
     config = config_from_sources(args, model=args.model)
     directory, ranks = resolve_model_dir(config.model), config.tensor_parallel_size
-    spec = read_spec(config.model, config.dtype, config.load_format, config.max_loops)
-    share = read_spec(config.model, config.dtype, config.load_format, config.max_loops, ranks)
+    asked = config.model, config.dtype, config.load_format, config.max_loops
+    spec, share = (read_spec(*asked, n, gate_weights=config.gate_weights) for n in (1, ranks))
     device = resolve_device(config.device, ranks)
     layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
     limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""

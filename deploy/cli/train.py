@@ -6,6 +6,7 @@ A demo model is scored by ``bench accuracy`` through the real engine, a gate by 
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +17,12 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
 from depthbatch.frontend.tokenizer import load_tokenizer
-from depthbatch.training.checkpoints import load_ouro
+from depthbatch.training.checkpoints import load_huginn, load_ouro
 from depthbatch.training.corpus import Encode, read_rows
 from depthbatch.training.recipes import HUGINN_MOST_LOOPS, distillation_rows, train_demo, train_demo_huginn
-from depthbatch.training.train_gate import KINDS, collect_features, fit_gate, save_gate
+from depthbatch.training.train_gate import KINDS, collect_features, fit_gate, huginn_features, ouro_features, save_gate
 from depthbatch.training.trainer import RunConfig
+from depthbatch.worker.models.loader import read_spec
 
 # Held-out exact match after so many: demo 99.6 % at full depth; demo-huginn 99.9 % at any depth from 4 loops up.
 STEPS = {"demo": 3500, "demo-huginn": 5000}
@@ -81,7 +83,7 @@ def report(directory: Path, model: str, examples: int, threads: int) -> str:
 
 def add_train_gate_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, kind of gate, data."""
-    parser.add_argument("model", nargs="?", default="demo", help="Ouro model directory, or 'demo'")
+    parser.add_argument("model", nargs="?", default="demo", help="Ouro or Huginn model, or 'demo'")
     parser.add_argument("--kind", choices=KINDS, default="lookahead", help="which gate to distil")
     parser.add_argument("--data", type=Path, help="text or .jsonl file; the demo's own task for 'demo'")
     parser.add_argument("--output", type=Path, help="file to write (default MODEL/KIND_gate.safetensors)")
@@ -93,8 +95,8 @@ def add_train_gate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train_gate(args: argparse.Namespace) -> int:
-    """Distils a gate from a model's own and saves it. Raises ModelError when the model is missing, broken or no Ouro
-    model, ConfigError for bad data or nothing to learn from."""
+    """Distils a gate and saves it. Raises ModelError when the model is missing, broken or of another family, ConfigError
+    for bad data or nothing to learn from."""
     torch.set_num_threads(args.threads)
     directory = resolve_model_dir(args.model)
     output = args.output or directory / f"{args.kind}_gate.safetensors"
@@ -102,20 +104,25 @@ def run_train_gate(args: argparse.Namespace) -> int:
         raise ConfigError(f"cannot write {output}")
     if args.data is None and directory.parent != DEMO_DIR:
         raise ConfigError("--data is needed: a text or .jsonl file like what the model will serve")
-    model = load_ouro(args.model)
+    spec = read_spec(args.model)
+    if spec.architecture == "huginn":
+        features_of = partial(huginn_features, load_huginn(args.model), spec.r_max)
+    else:
+        features_of = partial(ouro_features, load_ouro(args.model))
     if args.data is None:
         rows = distillation_rows(args.seed)
     else:
-        length = min(args.length, model.size.max_position_embeddings)
-        rows = read_rows(args.data, _encoder(directory), model.size.vocab_size, length, args.max_tokens)
-    fit = fit_gate(args.kind, collect_features(model, rows), args.seed, args.iterations)
+        length = min(args.length, spec.max_positions)
+        rows = read_rows(args.data, _encoder(directory), spec.vocab_size, length, args.max_tokens)
+    fit = fit_gate(args.kind, collect_features(features_of, rows), args.seed, args.iterations)
     save_gate(fit, args.kind, output)
     print(
-        f"{output}: KL from the model's own gate {fit.kl:.4f} nats a token on held-out tokens "
+        f"{output}: KL divergence from the teacher {fit.kl:.4f} nats a token on held-out tokens "
         f"({fit.constant_kl:.4f} for the best constant gate)",
         file=sys.stderr,
     )
-    if args.kind == "lookahead" and output.absolute() == (directory / "lookahead_gate.safetensors").absolute():
+    is_default = args.kind == "lookahead" and not spec.default_gate.compares_distances(spec.gates)
+    if is_default and output.absolute() == (directory / "lookahead_gate.safetensors").absolute():
         print(
             f"lookahead is the default gate of {args.model} from now on, at the model's exit threshold "
             "(--gate delayed: the model's own)",

@@ -12,9 +12,16 @@ import pytest
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
-from fakes.checkpoints import OURO_TINY, tiny_config, write_checkpoint, write_lookahead_gate, write_preloop_gate
+from fakes.checkpoints import (
+    HUGINN_TINY,
+    OURO_TINY,
+    tiny_config,
+    write_checkpoint,
+    write_lookahead_gate,
+    write_preloop_gate,
+)
 from fakes.lockstep import LockstepEngine
-from reference import ouro
+from reference import huginn, ouro
 
 OUTPUTS = 10
 
@@ -66,3 +73,46 @@ def test_exits_of_trained_gates(gated_model: Path, policy: str) -> None:
             d for (_, params), a in zip(requests, answers, strict=True) if params.gate is gate for d in a.depths[1:]
         }
         assert len(seen) >= 2, gate
+
+
+@pytest.mark.parametrize(("layout", "policy"), [("single", "refill"), ("last_exited", "auto")])
+def test_a_preloop_head_decides_the_first_exit_and_lookahead_the_rest(tmp_path: Path, layout: str, policy: str) -> None:
+    """Of a model whose own exits are distances: thresholds are probabilities. With min_loops 2 nothing leaves after one
+    loop."""
+    config = tiny_config(HUGINN_TINY) | {"mean_recurrence": 6}
+    write_checkpoint(tmp_path, config)
+    write_lookahead_gate(tmp_path, config["n_embd"])
+    write_preloop_gate(tmp_path, config["n_embd"], 6)
+    values = {"model": str(tmp_path), "policy": policy, "kv_layout": layout, "max_num_seqs": 3, "kv_blocks": 120}
+    engine = LockstepEngine(EngineConfig.from_values(values))
+    generator = np.random.default_rng(0)
+    requests = [
+        (
+            generator.integers(0, 250, 3 + 4 * index).tolist(),
+            RequestParams(
+                max_tokens=OUTPUTS,
+                gate=(Gate.LOOKAHEAD, Gate.LOOKAHEAD, Gate.PRELOOP)[index % 3],
+                exit_threshold=(0.3, 0.7)[index // 3],
+                min_loops=(1, 2, 1)[index % 3],
+                max_loops=6,
+            ),
+        )
+        for index in range(6)
+    ]
+    depths: dict[tuple[Gate, int], set[int]] = {}
+    for (prompt, params), answer in zip(requests, engine.run(requests), strict=True):
+        alone = huginn.generate(
+            tmp_path,
+            prompt,
+            OUTPUTS,
+            layout,
+            gate=params.gate.label,
+            threshold=params.exit_threshold,
+            min_loops=params.min_loops,
+            max_loops=params.max_loops,
+        )
+        assert answer.depths == alone.depths, params
+        assert answer.tokens == alone.tokens, params
+        depths.setdefault((params.gate, params.min_loops), set()).update(answer.depths[1:])
+    assert {1, 2, 3} <= depths[Gate.LOOKAHEAD, 1], "the first loop, and later ones by the other head"
+    assert min(depths[Gate.LOOKAHEAD, 2]) == 2

@@ -58,11 +58,13 @@ def write_lookahead_gate(path: Path, hidden_size: int, seed: int = 0) -> None:
     """A lookahead gate with made-up weights beside a model."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, hidden_size, generator=generator) * hidden_size**-0.5
-    save_file({"weight": weight, "bias": torch.tensor([0.2])}, path / "lookahead_gate.safetensors")
+    tensors = {"weight": weight, "bias": torch.tensor([0.2])}
+    save_file(tensors, path / "lookahead_gate.safetensors", {"kind": "lookahead"})
 
 
 def write_preloop_gate(path: Path, hidden_size: int, loops: int, seed: int = 0) -> None:
     """A pre-loop gate with made-up weights beside a model."""
     generator = torch.Generator().manual_seed(seed)
     weight = 2.0 * torch.randn(loops, hidden_size, generator=generator)
-    save_file({"weight": weight, "bias": torch.randn(loops, generator=generator)}, path / "preloop_gate.safetensors")
+    tensors = {"weight": weight, "bias": torch.randn(loops, generator=generator)}
+    save_file(tensors, path / "preloop_gate.safetensors", {"kind": "preloop"})

@@ -79,7 +79,15 @@ def exit_depth(params: RequestParams, token: int, position: int, index: int) -> 
     if gate is Gate.PRELOOP:
         return max(params.min_loops, min(predicted_depth(params.seed, token, position), params.max_loops))
     # The fake model has a convergence test, which OWN and DELAYED are then too: only LOOKAHEAD is cumulative.
-    if gate.decides_on_device and (gate is not Gate.LOOKAHEAD or params.exit_threshold < 1.0):
+    asked = gate.decides_on_device and (gate is not Gate.LOOKAHEAD or params.exit_threshold < 1.0)
+    if (
+        asked
+        and gate is Gate.LOOKAHEAD
+        and params.min_loops == 1
+        and predicted_depth(params.seed, token, position) == 1
+    ):
+        return 1  # the fake model has a pre-loop head, too
+    if asked:
         for loop in range(1, params.max_loops):
             if loop + gate.delay >= params.min_loops and gate_fires(params.seed, token, position, loop):
                 return min(loop + gate.delay, params.max_loops)

@@ -21,7 +21,7 @@ from depthbatch.common.errors import ConfigError
 OTHER: dict[str, Any] = {
     "model": "elsewhere", "load_format": "dummy", "device": "simulated:x.json", "dtype": "bfloat16", "policy": "refill",
     "max_num_seqs": 7, "max_num_batched_tokens": 99, "min_free_slots": 3, "min_coda_batch": 2, "kv_headroom": 0.25,
-    "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own",
+    "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own", "gate_weights": "gates",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "off",
     "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
     "tensor_parallel_size": 4,

@@ -95,6 +95,11 @@ class CumulatedHazard:
         self.threshold = torch.tensor(threshold)
         self.survival, self.cumulated = torch.tensor(1.0), torch.tensor(0.0)
 
+    @classmethod
+    def of_file(cls, path: Path, threshold: float) -> "CumulatedHazard":
+        head = load_file(path)
+        return cls(head["weight"].float(), head["bias"].float(), threshold)
+
     def fires(self, loop: int, before: State, after: State) -> bool:
         hazard = torch.sigmoid(after[0][-1] @ self.weight.flatten() + self.bias[0])
         self.cumulated = self.cumulated + hazard * self.survival
@@ -110,6 +115,14 @@ class StateDistance:
 
     def fires(self, loop: int, before: State, after: State) -> bool:
         return loop >= 2 and state_distance(before, after)[-1].item() < self.threshold
+
+
+def first_depth(path: Path, x: torch.Tensor, threshold: float) -> int:
+    """The first depth at which the probabilities of a pre-loop head on x [D], added up, reach the threshold."""
+    head = load_file(path)
+    cumulated = (head["weight"].float() @ x + head["bias"].float()).softmax(0).cumsum(0).tolist()
+    reached = [depth for depth, total in enumerate(cumulated, 1) if total >= threshold]
+    return reached[0] if reached and threshold < 1 else len(cumulated)
 
 
 def state_distance(before: State, after: State) -> torch.Tensor:
@@ -181,7 +194,8 @@ def generate(
     Args:
         gate: none, fixed (depth is max_loops), replay (``exit_depths`` a decode token), own, delayed, lookahead,
             preloop or convergence.
-        min_loops, max_loops: bounds of decode tokens' depths; max_loops None is r_max.
+        min_loops, max_loops: bounds of decode tokens' depths; max_loops None is r_max. A lookahead gate with min_loops 1
+            asks the pre-loop head whether the first loop is the last.
         chunk: prompt tokens a prefill step, or the length of every chunk; None is all at once.
         r_max: loops of prefill; None is the model's own.
     """
@@ -198,6 +212,8 @@ def generate(
         state = model.prelude([result.tokens[-1]], position, memory)
         if gate == "preloop":
             depth = min(max(model.predicted_depth(state, threshold), min_loops), max_loops)
+        if gate == "lookahead" and min_loops == 1 and model.predicted_depth(state, threshold) == 1:
+            depth = 1
         decider = model.make_decider(gate, threshold)
         loop = 0
         while loop < depth:

@@ -44,7 +44,9 @@ class Shipped(NamedTuple):
     name: str
     reference: str  # module
     r_max: int
-    thresholds: tuple[float, float]  # for each gate; several depths at the second
+    thresholds: tuple[float, float]  # for each gate of the model's own; several depths at the second
+    of_heads: tuple[float, float]  # likewise for trained ones
+    min_loops: int  # under these
 
     @property
     def directory(self) -> Path:
@@ -57,12 +59,9 @@ class Shipped(NamedTuple):
     def settings(self) -> list[Setting]:
         """Those that the model can run: a trained gate is its file."""
         trained = [gate for gate in ("lookahead", "preloop") if (self.directory / f"{gate}_gate.safetensors").exists()]
-        gated = [
-            Setting(gate, threshold, 2, self.r_max)
-            for gate in ("own", "delayed", *trained)
-            for threshold in self.thresholds
-        ]
-        return [Setting("none", 1.0, 1, self.r_max), Setting("fixed", 1.0, 2, 2), *gated]
+        own = [Setting(gate, t, 2, self.r_max) for gate in ("own", "delayed") for t in self.thresholds]
+        heads = [Setting(gate, t, self.min_loops, self.r_max) for gate in trained for t in self.of_heads]
+        return [Setting("none", 1.0, 1, self.r_max), Setting("fixed", 1.0, 2, 2), *own, *heads]
 
     def weights_digest(self) -> str:
         """SHA-256 of the model's weights and of its trained gates, in the order of their names."""
@@ -75,8 +74,8 @@ class Shipped(NamedTuple):
 MODELS = {
     model.name: model
     for model in (
-        Shipped("demo", "reference.ouro", 4, (0.7, 0.97)),
-        Shipped("demo-huginn", "reference.huginn", 16, (0.5, 0.1)),
+        Shipped("demo", "reference.ouro", 4, (0.7, 0.97), (0.7, 0.97), 2),
+        Shipped("demo-huginn", "reference.huginn", 16, (0.5, 0.1), (0.9, 0.999), 1),
     )
 }
 
@@ -87,7 +86,7 @@ def prompts() -> list[str]:
     from depthbatch.training.demo_tokenizer import chat_text
 
     texts = [example.prompt for example in heldout(0, 6)]
-    return [*texts, "12+30=", "say kq7x=", chat_text([], "347,348,"), "The engine says: "]
+    return [*texts, "12+30=", "say kq7x=", chat_text([], "347,348,"), "The engine runs: "]
 
 
 def answer(model: Shipped, ids: list[int], layout: str, setting: Setting) -> dict[str, list[int]]:

@@ -24,6 +24,7 @@ class HuginnReference:
     """
 
     def __init__(self, model_dir: str | Path, state_seed: int | None = None) -> None:
+        self.model_dir = Path(model_dir)
         self.config, self.tensors = decoding.read_model(model_dir)
         self.state_seed = state_seed
         self.r_max = min(16, self.config["mean_recurrence"])
@@ -88,11 +89,14 @@ class HuginnReference:
         return self.norm(x, "ln_f") @ head.T
 
     def predicted_depth(self, state: State, threshold: float) -> int:
-        raise ValueError("huginn has no pre-loop gate")
+        """First depth at which the probabilities of the pre-loop head, which reads the injection, reach the threshold."""
+        return decoding.first_depth(self.model_dir / "preloop_gate.safetensors", state[1][-1], threshold)
 
     def make_decider(self, gate: str, threshold: float) -> decoding.Decider:
-        if gate in ("none", "fixed", "replay"):
+        if gate in ("none", "fixed", "replay", "preloop"):
             return decoding.NeverExits()
+        if gate == "lookahead":
+            return decoding.CumulatedHazard.of_file(self.model_dir / "lookahead_gate.safetensors", threshold)
         if gate in ("own", "delayed", "convergence"):
             return decoding.StateDistance(threshold)
         raise ValueError(f"huginn has no gate {gate}")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from reference import decoding
 from reference.decoding import Memory, Result, State
@@ -78,17 +77,13 @@ class OuroReference:
 
     def predicted_depth(self, state: State, threshold: float) -> int:
         """First depth at which the pre-loop head's probabilities, added up, reach the threshold."""
-        head = load_file(self.model_dir / "preloop_gate.safetensors")
-        cumulated = (head["weight"].float() @ state[0][-1] + head["bias"].float()).softmax(0).cumsum(0).tolist()
-        reached = [depth for depth, total in enumerate(cumulated, 1) if total >= threshold]
-        return reached[0] if reached and threshold < 1 else len(cumulated)
+        return decoding.first_depth(self.model_dir / "preloop_gate.safetensors", state[0][-1], threshold)
 
     def make_decider(self, gate: str, threshold: float) -> decoding.Decider:
         if gate in ("none", "fixed", "replay", "preloop"):
             return decoding.NeverExits()
         if gate == "lookahead":
-            head = load_file(self.model_dir / "lookahead_gate.safetensors")
-            return decoding.CumulatedHazard(head["weight"].float(), head["bias"].float(), threshold)
+            return decoding.CumulatedHazard.of_file(self.model_dir / "lookahead_gate.safetensors", threshold)
         if gate in ("own", "delayed"):
             weight = self.tensors["model.early_exit_gate.weight"]
             return decoding.CumulatedHazard(weight, self.tensors["model.early_exit_gate.bias"], threshold)

@@ -13,6 +13,8 @@ from depthbatch.training.checkpoints import export, load_huginn, load_ouro
 from depthbatch.training.demo_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, chat_text
 from depthbatch.training.huginn import HuginnSize, HuginnTrainer
 from depthbatch.training.ouro import OuroSize, OuroTrainer
+from reference import decoding
+from reference.huginn import HuginnReference
 
 SMALL_OURO = OuroSize(VOCAB_SIZE, 32, 64, 2, 2, 128)
 SMALL_HUGINN = HuginnSize(VOCAB_SIZE, 32, 2, 64, 2, 1, 1, 128)
@@ -42,6 +44,28 @@ def test_huginn_forward_equals_the_reference(huginn_directory: Path, prompt: int
     distance = ((states - before).norm(dim=-1) / states.norm(dim=-1))[:, 0]
     expected_distance = torch.from_numpy(expected[f"convergence_{prompt}"])
     torch.testing.assert_close(distance, expected_distance, atol=1e-4, rtol=1e-4)
+
+
+def test_decoding_sees_the_last_loop_as_a_shared_plane_has_it(huginn_directory: Path) -> None:
+    """The states of the last token equal the reference's under the layout ``single``, loop by loop: every loop sees the last
+    loop of all tokens before. Not so with a plane a loop."""
+    model, reference = load_huginn(huginn_directory), HuginnReference(huginn_directory)
+    ids, loops, last = [5, 1, 7, 40, 2, 30, 8], 6, 6
+    wanted = {}
+    with torch.no_grad():
+        for layout in ("single", "depth_indexed"):
+            memory = decoding.new_memory(reference, layout, loops, len(ids))
+            decoding.prefill(reference, ids[:last], layout, loops, None, memory)
+            state, states = reference.prelude(ids[last:], last, memory), []
+            for loop in range(1, loops + 1):
+                state = reference.core(state, decoding.plane_of(layout, loop), last, memory)
+                states.append(state[0][0])
+            wanted[layout] = torch.stack(states)
+        whole = model(torch.tensor([ids]), loops)
+        states = model.decode(whole, torch.tensor([[last, last - 3]]), loops)
+    torch.testing.assert_close(states[:, 0, 0], wanted["single"], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(whole.states[:, 0, last], wanted["depth_indexed"], atol=2e-4, rtol=2e-4)
+    assert (wanted["single"] - wanted["depth_indexed"]).abs().max() > 0.01
 
 
 def test_truncated_backpropagation_leaves_the_value_and_cuts_the_gradient() -> None:
@@ -125,7 +149,7 @@ def test_exported_tokenizer_loads_without_remote_code(tmp_path: Path) -> None:
 def test_bad_directories_are_named_in_one_line(tmp_path: Path, huginn_directory: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         load_ouro(tmp_path)
-    with pytest.raises(ModelError, match=r"huginn_raven.*exit gates need an Ouro model"):
+    with pytest.raises(ModelError, match=r"huginn_raven.*exit gates are trained for Ouro and Huginn"):
         load_ouro(huginn_directory)
     export(OuroTrainer(SMALL_OURO), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")

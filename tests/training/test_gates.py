@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,20 @@ from depthbatch.common.gates import Gate
 from depthbatch.deploy.cli.train import add_train_gate_arguments, run_train_gate
 from depthbatch.training.checkpoints import load_ouro
 from depthbatch.training.corpus import read_rows
+from depthbatch.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer
 from depthbatch.training.train_gate import (
     TokenRow,
     collect_features,
     fit_gate,
+    huginn_features,
     lookahead_log_probabilities,
     merge_first,
+    ouro_features,
     preloop_log_probabilities,
     teacher_distribution,
 )
+from depthbatch.worker.models.exit_heads import DepthHead, ScalarHead
 from depthbatch.worker.models.loader import read_spec
-from depthbatch.worker.models.ouro import DepthHead, ScalarHead
 from reference.teacher_forcing import hazard_exits
 
 
@@ -78,7 +82,7 @@ def test_distillation_reduces_the_divergence_on_unseen_tokens(ouro_directory: Pa
     """Better than the best gate that ignores its input, on tokens the fit never saw."""
     model = load_ouro(ouro_directory)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    features = collect_features(model, random_rows(model.size.vocab_size))
+    features = collect_features(partial(ouro_features, model), random_rows(model.size.vocab_size))
     fit = fit_gate(kind, features, iterations=100)
     assert fit.kl < (0.9 if kind == "lookahead" else 0.95) * fit.constant_kl
     assert fit.weight.shape == ((1, 64) if kind == "lookahead" else (4, 64))
@@ -91,10 +95,46 @@ def test_batching_rows_changes_nothing(ouro_directory: Path) -> None:
     model = load_ouro(ouro_directory)
     rng = random.Random(1)
     rows = [TokenRow([rng.randrange(300) for _ in range(n)], [0, n - 1]) for n in (3, 5, 9, 17)]
-    together = collect_features(model, rows)
-    alone = collect_features(model, rows, batch_tokens=1)
+    together = collect_features(partial(ouro_features, model), rows)
+    alone = collect_features(partial(ouro_features, model), rows, batch_tokens=1)
     torch.testing.assert_close(together.states, alone.states, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(together.teacher_logits, alone.teacher_logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(together.teacher, alone.teacher, atol=1e-5, rtol=1e-5)
+
+
+def test_the_teacher_of_huginn_is_the_depth_from_which_its_token_stays() -> None:
+    """Not the first at which it has the last token for once: A, B, A, A settles at 3."""
+
+    class Says(HuginnTrainer):
+        def forward(self, ids: torch.Tensor, loops: int, *_: object) -> HuginnOutput:
+            tokens = torch.tensor([[0, 1, 2], [1, 1, 0], [0, 1, 1], [0, 1, 2]])  # by loop and position
+            states = torch.nn.functional.one_hot(tokens, 3).float()[:, None]
+            return HuginnOutput(states[:loops], states[0] + 5, [])
+
+        def logits(self, states: torch.Tensor) -> torch.Tensor:
+            return states
+
+    model = Says(HuginnSize(8, 4, 1, 8, 1, 1, 1, 8))
+    features = huginn_features(model, 4, torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
+    assert (features.teacher.argmax(0) + 1).tolist() == [3, 1, 4]
+    assert features.teacher.sum(0).tolist() == [1, 1, 1]
+    assert features.states.shape == (4, 3, 3) and features.start.min() == 5  # a pre-loop head reads the injection
+
+
+def test_command_trains_a_gate_for_huginn(
+    huginn_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both files bring their gates, which do not become the default, and a first exit; the best constant gate is beaten."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((huginn_directory / name).read_bytes())
+    data = write_ids(tmp_path / "ids.jsonl")
+    assert read_spec(str(tmp_path)).r_min == 2
+    for kind in ("preloop", "lookahead"):
+        assert run_command([str(tmp_path), "--kind", kind, "--data", str(data), "--iterations", "20"]) == 0
+    said = capsys.readouterr().err
+    assert "KL divergence" in said and "default gate" not in said
+    spec = read_spec(str(tmp_path))
+    assert spec.gates[-2:] == (Gate.LOOKAHEAD, Gate.PRELOOP)
+    assert (spec.default_gate, spec.r_min) == (Gate.CONVERGENCE, 1)
 
 
 def run_command(arguments: list[str]) -> int:

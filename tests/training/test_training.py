@@ -15,7 +15,7 @@ from depthbatch.deploy.cli.train import add_train_demo_arguments, run_train_demo
 from depthbatch.training import recipes as demo
 from depthbatch.training.batches import step_batches
 from depthbatch.training.demo_tokenizer import VOCAB_SIZE, build_tokenizer
-from depthbatch.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer, initial_state
+from depthbatch.training.huginn import HuginnOutput, HuginnSize, HuginnTrainer, at, initial_state
 from depthbatch.training.objectives import (
     exit_log_probabilities,
     expected_loss,
@@ -23,6 +23,7 @@ from depthbatch.training.objectives import (
     huginn_loss,
     lookup_loss,
     sample_loops,
+    shared_plane_loss,
 )
 from depthbatch.training.ouro import OuroOutput, OuroSize, OuroTrainer
 from depthbatch.training.trainer import Run, RunConfig, learning_rate_factor
@@ -153,7 +154,7 @@ def test_huginn_loss_targets_one_lookup_a_step() -> None:
             self, ids: torch.Tensor, loops: int, state: torch.Tensor | None = None, gradient_loops: int | None = None
         ) -> HuginnOutput:
             states = torch.nn.functional.one_hot(wanted.clamp_min(0), VOCAB_SIZE).float()
-            return HuginnOutput(torch.cat((states, states[-1:]))[:loops])
+            return HuginnOutput(torch.cat((states, states[-1:]))[:loops], states[0], [])
 
         def logits(self, states: torch.Tensor) -> torch.Tensor:
             return 50.0 * states
@@ -166,6 +167,33 @@ def test_huginn_loss_targets_one_lookup_a_step() -> None:
     wanted = torch.stack([batch.targets] * 4)
     assert huginn_loss(oracle, batch, 5).item() > 1.0
     assert huginn_loss(oracle, batch, 5, gradient_loops=2).item() < 1e-3  # steps 4 and 5 hold the final answer anyway
+
+
+def test_the_loss_of_a_shared_plane_reads_what_decoding_gives() -> None:
+    """Half of it is of the tokens run again behind their prompts, each at its own position; the other half is
+    ``huginn_loss``, which is small here."""
+    batch = step_batches(build_tokenizer(), 0, 0, 16)[-1]
+    wanted = torch.nn.functional.one_hot(
+        torch.cat((batch.partial, batch.partial[-1:])).clamp_min(0), VOCAB_SIZE
+    ).float()
+    shift = 0
+
+    class Oracle(HuginnTrainer):
+        def forward(self, ids: torch.Tensor, loops: int, *_: object) -> HuginnOutput:
+            return HuginnOutput(wanted[:loops], wanted[0], [])
+
+        def decode(self, whole: HuginnOutput, positions: torch.Tensor, loops: int, *_: object) -> torch.Tensor:
+            return torch.stack([at(each, (positions - shift).clamp_min(0)) for each in wanted[:loops]])
+
+        def logits(self, states: torch.Tensor) -> torch.Tensor:
+            return 50.0 * states
+
+        head = logits
+
+    oracle = Oracle(SMALL_HUGINN)
+    assert shared_plane_loss(oracle, batch, 5, 4).item() < 1e-3
+    shift = 1
+    assert shared_plane_loss(oracle, batch, 5, 4).item() > 1.0
 
 
 def test_loop_counts_stay_in_range_and_near_the_mean() -> None:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
-from depthbatch.common.gates import Gate
+from depthbatch.common.gates import HEAD_THRESHOLD, Gate
 from depthbatch.frontend.prompts import print_start
 from depthbatch.worker import build
+from depthbatch.worker.models.loader import read_spec
 from reference.oracle import HUGINN, OURO
 
 
@@ -142,3 +144,28 @@ def test_no_memory_for_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(build, "load_model", no_memory)
     with pytest.raises(ConfigError, match=r"no memory for its weights \(CUDA out of memory.\)"):
         built()
+
+
+def test_thresholds_of_gates_that_compare_another_quantity() -> None:
+    """Huginn's is a distance of states, its trained heads' a probability: each gate has its own default, whichever of them is
+    the engine's; --exit-threshold is that of the default gate. A distance taken for a probability would exit at once."""
+    base, spec = built().info, read_spec("demo-huginn")
+    for gate, given, other in (
+        (None, 0.5, HEAD_THRESHOLD),
+        ("lookahead", HEAD_THRESHOLD, 0.5),
+        ("none", 0.5, HEAD_THRESHOLD),
+    ):
+        for threshold in (None, 0.25):
+            values = {"model": "demo-huginn", "gate": gate, "exit_threshold": threshold}
+            choice = build.resolve_gates(EngineConfig.from_values(values), spec, spec.default_layout)
+            info = msgspec.structs.replace(
+                base,
+                default_gate=choice.default,
+                gates=choice.gates,
+                default_threshold=choice.threshold,
+                other_threshold=choice.other_threshold,
+            )
+            given = given if threshold is None else threshold
+            of_heads = {info.threshold_of(each) for each in (Gate.LOOKAHEAD, Gate.PRELOOP)}
+            of_distances = {info.threshold_of(each) for each in (Gate.CONVERGENCE, Gate.OWN, Gate.DELAYED)}
+            assert (of_heads, of_distances) == (({given}, {other}) if gate == "lookahead" else ({other}, {given}))

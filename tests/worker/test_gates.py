@@ -97,3 +97,17 @@ def test_convergence_is_strict_and_counts_from_loop_2(kind: Gate) -> None:
     assert step.fired.tolist() == [0, 1, 0, 1]
     none = gate_step(model, torch.full_like(loops, int(Gate.REPLAY)), torch.full((4,), 0.25), loops, start(4), (), ())
     assert none.fired.tolist() == [0, 0, 0, 0]
+
+
+def test_a_lookahead_head_beside_a_convergence_test_gives_hazards() -> None:
+    """Its threshold is a probability, that of the other gates a distance; neither touches the other's rows."""
+    kinds = ints(Gate.LOOKAHEAD, Gate.LOOKAHEAD, Gate.CONVERGENCE, Gate.OWN)
+    model = SimpleNamespace(
+        spec=SimpleNamespace(gates=(*CONVERGENCE_GATES, Gate.LOOKAHEAD)),
+        convergence=lambda before, after: torch.tensor([0.0, 0.0, 0.5, 0.05]),
+        lookahead_logit=lambda item: torch.tensor([4.0, -4.0, 4.0, 4.0]),
+    )
+    step = gate_step(cast(LoopedModel, model), kinds, torch.full((4,), 0.1), ints(1, 3, 3, 3), start(4), (), ())
+    assert step.fired.tolist() == [1, 0, 0, 1]  # the first after one loop, where no distance counts yet
+    again = gate_step(cast(LoopedModel, model), kinds, torch.full((4,), 0.03), ints(2, 4, 4, 4), step.hazard, (), ())
+    assert again.fired.tolist() == [1, 1, 0, 0]  # 1 - (1 - 0.018)^2: hazards add up

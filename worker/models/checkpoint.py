@@ -86,6 +86,10 @@ class Checkpoint:
             self._stored[file] = frozenset(self._open(file).keys())
         return self._stored[file]
 
+    def metadata(self, file: Path) -> dict[str, str]:
+        """What a file's header says beside its tensors."""
+        return self._open(file).metadata() or {}
+
     def _open(self, file: Path) -> Any:
         if file not in self._handles:
             try:

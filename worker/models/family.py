@@ -40,7 +40,7 @@ class SpecOptions(NamedTuple):
 
     dtype: torch.dtype
     r_max: int | None  # None: the model's own
-    side_files: frozenset[str]  # gate files found beside the model
+    side_files: frozenset[str]  # names of the gate files found
 
 
 class TakeTensor(Protocol):

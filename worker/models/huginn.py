@@ -8,6 +8,7 @@ Knows nothing of slots, blocks or requests.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +18,18 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.layers.blocks import AttentionContext
 from depthbatch.worker.layers.linear import Linear
 from depthbatch.worker.layers.ops import rms_norm
-from depthbatch.worker.layers.rotary import RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
-from depthbatch.worker.models.family import BuildInputs, SpecOptions
-from depthbatch.worker.models.interface import ModelSpec, WorkItem
+from depthbatch.worker.models.family import BuildInputs
+from depthbatch.worker.models.interface import WorkItem
 from depthbatch.worker.models.llama_like import (
     KNOWN_DEPTHS,
     BlockNames,
     LlamaLikeFamily,
     Loops,
+    Parts,
     Plan,
     StackedModel,
     Stage,
-    Weights,
-    rotary_of,
 )
 from depthbatch.worker.sampling.random_numbers import STATE_LANE, row_key, uniform_of_key
 
@@ -85,8 +84,8 @@ class Recurrence:
 class Huginn(StackedModel):
     """LoopedModel with the work item (state, injection)."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, rotary: RotaryTable, recurrence: Recurrence) -> None:
-        super().__init__(spec, weights, rotary)
+    def __init__(self, parts: Parts, recurrence: Recurrence) -> None:
+        super().__init__(parts)
         self.recurrence = recurrence
 
     def prelude(
@@ -131,42 +130,25 @@ class HuginnFamily(LlamaLikeFamily):
         if hidden % heads or hidden // heads % 2:
             raise config.fail(f"n_embd {hidden} must be an even multiple of n_heads {heads}")
         multiple = config.integer("padding_multiple") if config.has("padding_multiple") else 1
-        prelude, core, coda = raven_stages(config)
-        return Plan(
-            hidden=hidden,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            inner=config.integer("intermediate_size"),
-            vocab=vocab,
+        return raven_plan(
+            config,
+            sizes=(heads, heads, hidden // heads),
+            block=BLOCK,
             rows=-(-vocab // multiple) * multiple,
-            eps=config.number("norm_eps"),
             rope=config.rope("rope_base", interleaved=True),
             max_positions=config.integer("block_size"),
-            tied=config.tied_head(("tie_embeddings", "tie_word_embeddings")),
-            prelude=prelude,
-            core=core,
-            coda=coda,
-            block=BLOCK,
             norm_on_sum=True,
-            embedding="transformer.wte.weight",
-            final_norm="transformer.ln_f.weight",
-            core_extra={ADAPTER: (hidden, 2 * hidden)},
-            ignored_suffixes=("freqs_cis",),
         )
 
-    def loops(self, config: ConfigReader, options: SpecOptions) -> Loops:
+    def loops(self, config: ConfigReader) -> Loops:
         return raven_loops(config)
 
     def stop_ids(self, config: ConfigReader, vocab: int) -> set[int]:
         return super().stop_ids(config, vocab) | ({END_TURN} if vocab == PUBLISHED_VOCAB_SIZE else set())
 
-    def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> Huginn:
-        plan = self.plan(config)
-        weights = self.weights(config, plan, inputs)
+    def model(self, config: ConfigReader, parts: Parts, inputs: BuildInputs) -> Huginn:
         adapter, seeded = Linear(inputs.take(ADAPTER)), inputs.state_init == "seeded"
-        recurrence = Recurrence(adapter, math.sqrt(plan.hidden), STATE_STD, seeded)
-        return Huginn(spec, weights, rotary_of(plan, inputs), recurrence)
+        return Huginn(parts, Recurrence(adapter, math.sqrt(parts.spec.hidden_size), STATE_STD, seeded))
 
 
 def is_raven(config: ConfigReader) -> bool:
@@ -179,21 +161,37 @@ def is_retrofitted(config: ConfigReader) -> bool:
     return config.has("rope_theta") and config.has("num_key_value_heads")
 
 
-def raven_stages(config: ConfigReader) -> tuple[Stage, Stage, Stage]:
-    """Prelude, core and coda."""
-    return (
-        Stage("transformer.prelude.{}.", config.integer("n_layers_in_prelude", minimum=0)),
-        Stage("transformer.core_block.{}.", config.integer("n_layers_in_recurrent_block")),
-        Stage("transformer.coda.{}.", config.integer("n_layers_in_coda", minimum=0)),
+def raven_plan(config: ConfigReader, sizes: tuple[int, int, int], **differs: Any) -> Plan:
+    """The plan of a Raven of heads, KV heads and head_dim ``sizes``, with what ``differs`` between its kinds."""
+    hidden = config.integer("n_embd")
+    heads, kv_heads, head_dim = sizes
+    return Plan(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        inner=config.integer("intermediate_size"),
+        vocab=config.integer("vocab_size"),
+        eps=config.number("norm_eps"),
+        tied=config.tied_head(("tie_embeddings", "tie_word_embeddings")),
+        prelude=Stage("transformer.prelude.{}.", config.integer("n_layers_in_prelude", minimum=0)),
+        core=Stage("transformer.core_block.{}.", config.integer("n_layers_in_recurrent_block")),
+        coda=Stage("transformer.coda.{}.", config.integer("n_layers_in_coda", minimum=0)),
+        embedding="transformer.wte.weight",
+        final_norm="transformer.ln_f.weight",
+        core_extra={ADAPTER: (hidden, 2 * hidden)},
+        ignored_suffixes=("freqs_cis",),
+        **differs,
     )
 
 
 def raven_loops(config: ConfigReader) -> Loops:
     """Any number of loops; exits by the distance of states."""
     mean = config.integer("mean_recurrence")
+    default = min(DEFAULT_R_MAX, mean)
     own = config.has("early_exit_threshold")
     return Loops(
-        default=min(DEFAULT_R_MAX, mean),
+        default=default,
         limit=max(R_LIMIT, 2 * mean),
         minimum=R_MIN,
         layouts=tuple(KVLayout),
@@ -202,6 +200,8 @@ def raven_loops(config: ConfigReader) -> Loops:
         default_gate=Gate.CONVERGENCE,
         threshold=config.number("early_exit_threshold") if own else DEFAULT_THRESHOLD,
         work_item=("state", "injection"),
+        head_depths=default,
+        first_loop_usable=True,
     )
 
 

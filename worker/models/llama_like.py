@@ -1,11 +1,12 @@
 """What looped families of Llama-like blocks share: a declared plan of sizes and tensor names, and a model of three stacks.
 
 A family says which config fields mean what (``Plan``) and how loops may end (``Loops``); names, shapes, FLOPs, the
-spec and the weights follow. Its model overrides the stages that differ; gates it does not have raise.
+spec, the weights and trained exit heads follow. Its model overrides the stages that differ; gates it does not have raise.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from depthbatch.worker.layers.blocks import AttentionContext, Block, BlockStack
 from depthbatch.worker.layers.linear import GatedLinear, Linear
 from depthbatch.worker.layers.rotary import Rope, RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
+from depthbatch.worker.models.exit_heads import ExitHeads, exit_heads, head_gates, head_tables
 from depthbatch.worker.models.family import BuildInputs, Shapes, SpecOptions, TensorTable, checked_r_max
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec, WorkItem
 from depthbatch.worker.models.tensor_parallel import Split
@@ -92,6 +94,7 @@ class Plan:
     core_extra: Shapes = field(default_factory=dict)  # other tensors that every loop uses
     gates: Shapes = field(default_factory=dict)
     ignored_suffixes: tuple[str, ...] = ("inv_freq",)
+    normed_block: BlockNames | None = None  # the blocks where the checkpoint has these q and k norms: no field says so
 
     def block_shapes(self, names: BlockNames) -> Shapes:
         """Shapes of the tensors that ``names`` has."""
@@ -129,19 +132,42 @@ class Plan:
         for of_stage in (self.stage_shapes(self.prelude, self.block), core, self.stage_shapes(self.coda, self.block)):
             shapes |= of_stage
         head: Shapes = {self.head: (rows, self.hidden)}
+        qk_norms = self.qk_norm_shapes()  # over all heads, of which a rank has its share alone
         return TensorTable(
             required=shapes if self.tied else shapes | head,
-            optional=head if self.tied else {},
+            optional=(head if self.tied else {}) | qk_norms,
             ignored_suffixes=self.ignored_suffixes,
             core=frozenset(core),
             looked_up=frozenset(self.gates) | (frozenset() if self.tied else {self.embedding}),
             splits={
                 prefix + name: split
-                for stage in (self.prelude, self.core, self.coda)
-                for prefix in stage.prefixes()
+                for prefix in self.prefixes()
                 for name, split in self.block_splits(self.block).items()
             },
+            of_one_rank=frozenset(qk_norms),
         )
+
+    def prefixes(self) -> list[str]:
+        """Of all layers."""
+        return [prefix for stage in (self.prelude, self.core, self.coda) for prefix in stage.prefixes()]
+
+    def qk_norm_shapes(self) -> Shapes:
+        """Shapes of the q and k norms that tell ``normed_block`` from ``block``."""
+        if self.normed_block is None:
+            return {}
+        shapes = self.block_shapes(self.normed_block)
+        names = self.normed_block.q_norm, self.normed_block.k_norm
+        return {prefix + name: shapes[name] for prefix in self.prefixes() for name in names}
+
+    def as_stored(self, config: ConfigReader, present: frozenset[str]) -> "Plan":
+        """The plan with the block that the checkpoint has. Raises ModelError where some of the q and k norms are missing."""
+        norms = self.qk_norm_shapes().keys()
+        found = norms & present
+        if not found or self.normed_block is None:
+            return self
+        if missing := sorted(norms - found):
+            raise config.fail(f"tensor '{missing[0]}' is missing, while '{min(found)}' is there")
+        return replace(self, block=self.normed_block)
 
     def stack(self, inputs: BuildInputs, stage: Stage, first_layer: int, ending: torch.Tensor | None) -> BlockStack:
         """A stage's blocks on cache layers first_layer and up."""
@@ -162,6 +188,8 @@ class Loops:
     default_gate: Gate = Gate.NONE
     threshold: float = 1.0
     work_item: tuple[str, ...] = ("h",)
+    head_depths: int = 0  # that a trained pre-loop head tells apart; 0: the model takes no trained heads
+    first_loop_usable: bool = False  # a pre-loop head beside a lookahead head may end a token's loops after the first
 
 
 @dataclass(frozen=True)
@@ -194,13 +222,32 @@ class GatelessModel:
         raise NotImplementedError(f"{self.spec.architecture} does not decide exits by convergence")
 
 
-class StackedModel(GatelessModel):
-    """LoopedModel with the work item (h,): embedding and prelude blocks, core blocks, coda blocks, head."""
+class Parts(NamedTuple):
+    """What a StackedModel is made of."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, rotary: RotaryTable) -> None:
-        self.spec = spec
-        self.weights = weights
-        self._rotary = rotary
+    spec: ModelSpec
+    weights: Weights
+    rotary: RotaryTable
+    heads: ExitHeads
+
+
+class StackedModel(GatelessModel):
+    """LoopedModel with the work item (h,): embedding and prelude blocks, core blocks, coda blocks, head.
+
+    Trained exit heads read the last tensor of the work item before the loop, and the first one in it.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.spec, self.weights, self._rotary, self.heads = parts
+
+    def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
+        """Raw output of the trained lookahead head after a loop, fp32 [N]."""
+        return super().lookahead_logit(item) if self.heads.lookahead is None else self.heads.lookahead(item[0])
+
+    def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
+        """Depth that the trained pre-loop head predicts, int32 [N]."""
+        head = self.heads.preloop
+        return super().preloop_depth(item, threshold) if head is None else head(item[-1], threshold)
 
     def prelude(
         self, token_ids: torch.Tensor, positions: torch.Tensor, state_seeds: torch.Tensor, attend: AttentionContext
@@ -237,16 +284,23 @@ class LlamaLikeFamily(ABC):
         """Sizes and names; refuses what would change the forward pass and is not built."""
 
     @abstractmethod
-    def loops(self, config: ConfigReader, options: SpecOptions) -> Loops:
+    def loops(self, config: ConfigReader) -> Loops:
         """Loop counts, layouts and gates."""
 
     def stop_ids(self, config: ConfigReader, vocab: int) -> set[int]:
         """Token ids that end a text."""
         return set(config.eos_token_ids(vocab))
 
+    def model(self, config: ConfigReader, parts: Parts, inputs: BuildInputs) -> LoopedModel:
+        """The model of its parts."""
+        return StackedModel(parts)
+
     def spec(self, config: ConfigReader, options: SpecOptions) -> ModelSpec:
-        plan, loops = self.plan(config), self.loops(config, options)
+        plan, loops = self.plan(config), self.loops(config)
         r_max = checked_r_max(options.r_max, loops.default, loops.limit)
+        trained = head_gates(options.side_files)
+        first = loops.first_loop_usable and len(trained) == 2
+        hazards = loops.default_gate is not Gate.CONVERGENCE
         return ModelSpec(
             architecture=self.name,
             vocab_size=plan.vocab,
@@ -260,11 +314,11 @@ class LlamaLikeFamily(ABC):
             work_item=loops.work_item,
             r_max=r_max,
             r_limit=loops.limit,
-            r_min=min(loops.minimum, r_max),
+            r_min=min(1 if first else loops.minimum, r_max),
             layouts=loops.layouts,
             default_layout=loops.default_layout,
-            gates=loops.gates,
-            default_gate=loops.default_gate,
+            gates=loops.gates + trained,
+            default_gate=Gate.LOOKAHEAD if hazards and Gate.LOOKAHEAD in trained else loops.default_gate,
             default_threshold=loops.threshold,
             max_positions=plan.max_positions,
             eos_token_ids=tuple(sorted(self.stop_ids(config, plan.vocab))),
@@ -275,11 +329,13 @@ class LlamaLikeFamily(ABC):
         return self.plan(config).tensors()
 
     def side_tensors(self, config: ConfigReader) -> dict[str, TensorTable]:
-        return {}
+        depths = self.loops(config).head_depths
+        return head_tables(self.plan(config).hidden, depths) if depths else {}
 
     def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> LoopedModel:
-        plan = self.plan(config)
-        return StackedModel(spec, self.weights(config, plan, inputs), rotary_of(plan, inputs))
+        plan = self.plan(config).as_stored(config, inputs.optional_present)
+        rotary = RotaryTable(plan.max_positions, plan.head_dim, plan.rope, inputs.device)
+        return self.model(config, Parts(spec, self.weights(config, plan, inputs), rotary, exit_heads(inputs)), inputs)
 
     def weights(self, config: ConfigReader, plan: Plan, inputs: BuildInputs) -> Weights:
         """The stacks, embedding and head of a plan. Raises ModelError when a tied head is another matrix."""
@@ -298,11 +354,6 @@ class LlamaLikeFamily(ABC):
             head=Linear(head.narrow(0, 0, plan.vocab)),
             final_norm=norm,
         )
-
-
-def rotary_of(plan: Plan, inputs: BuildInputs) -> RotaryTable:
-    """The angles of all positions of a plan."""
-    return RotaryTable(plan.max_positions, plan.head_dim, plan.rope, inputs.device)
 
 
 def _block(inputs: BuildInputs, prefix: str, names: BlockNames) -> Block:
@@ -341,3 +392,27 @@ def head_sizes(config: ConfigReader, hidden: int, heads: str, kv_heads: str) -> 
     if head_dim % 2:
         raise config.fail(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
     return h, k, head_dim
+
+
+def llama_plan(config: ConfigReader, kv_heads_field: str = "num_key_value_heads", **differs: Any) -> Plan:
+    """The plan of a model whose fields and tensors are named as Llama's and whose layers are all the loop, with what
+    ``differs``: fields of Plan."""
+    hidden = config.integer("hidden_size")
+    heads, kv_heads, head_dim = head_sizes(config, hidden, "num_attention_heads", kv_heads_field)
+    fields: dict[str, Any] = {
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "inner": config.integer("intermediate_size"),
+        "vocab": config.integer("vocab_size"),
+        "eps": config.number("rms_norm_eps"),
+        "rope": config.rope("rope_theta", interleaved=False),
+        "max_positions": config.integer("max_position_embeddings"),
+        "tied": config.tied_head(("tie_word_embeddings", "tie_embeddings")),
+        "core": Stage("model.layers.{}.", config.integer("num_hidden_layers")),
+        "block": LLAMA_BLOCK,
+        "embedding": "model.embed_tokens.weight",
+        "final_norm": "model.norm.weight",
+    }
+    return Plan(**fields | differs)

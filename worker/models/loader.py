@@ -5,6 +5,7 @@ the file, tensor or field. Knows no architecture: ``models.registry`` finds the 
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,39 @@ class ModelDir:
     config: ConfigReader
     family: ModelFamily
     dummy: bool  # weights are made up, not read
+    gate_weights: Path | None = None  # a gate file or a directory of such, before those beside the model
 
-    @property
-    def side_files(self) -> frozenset[str]:
-        """Names of the gate files beside the model that its family can use."""
-        return frozenset(name for name in self.family.side_tensors(self.config) if self.side_path(name).is_file())
+    def side_files(self) -> dict[str, Path]:
+        """The gate files that its family can use, by name. Raises ModelError or ConfigError for ``gate_weights``."""
+        known = self.family.side_tensors(self.config)
+        files = _gate_files(self.path, known)
+        if self.gate_weights is None:
+            return files
+        return files | _given_gates(self.gate_weights, known, self.family.name)
 
-    def side_path(self, name: str) -> Path:
-        """Where a gate file lies."""
-        return self.path / f"{name}.safetensors"
+
+def _gate_files(directory: Path, known: Collection[str]) -> dict[str, Path]:
+    paths = {name: directory / f"{name}.safetensors" for name in known}
+    return {name: path for name, path in paths.items() if path.is_file()}
 
 
-def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
+def _given_gates(given: Path, known: Collection[str], family: str) -> dict[str, Path]:
+    """What --gate-weights names; a file says its kind itself (training/train_gate.py)."""
+    if given.is_dir():
+        if files := _gate_files(given, known):
+            return files
+        names = ", ".join(f"{name}.safetensors" for name in known) or f"{family} models take none"
+        raise ConfigError(f"gate_weights: {given} holds no gate file ({names})")
+    if not given.is_file():
+        raise ConfigError(f"gate_weights: there is no {given}")
+    kind = Checkpoint(given.parent, (given,)).metadata(given).get("kind")
+    if f"{kind}_gate" not in known:
+        takes = " or ".join(name.removesuffix("_gate") for name in known) or "none"
+        raise ConfigError(f"gate_weights: {given} is a gate of kind {kind!r}; {family} models take {takes}")
+    return {f"{kind}_gate": given}
+
+
+def open_model_dir(name: str, load_format: str = "auto", gate_weights: str | None = None) -> ModelDir:
     """Resolves a name, reads its config.json and finds its family; weights are not touched."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format '{load_format}' is not one of {', '.join(LOAD_FORMATS)}")
@@ -67,7 +89,8 @@ def open_model_dir(name: str, load_format: str = "auto") -> ModelDir:
         config.values["eos_token_id"] = _merge_ids(
             config.values.get("eos_token_id"), generation.get("eos_token_id"), by_tokenizer
         )
-    return ModelDir(path, config, family, load_format == "dummy")
+    gates = None if gate_weights is None else Path(gate_weights).expanduser()
+    return ModelDir(path, config, family, load_format == "dummy", gates)
 
 
 def _json_if_there(file: Path) -> dict[str, Any]:
@@ -118,12 +141,16 @@ def resolve_dtype(model_dir: ModelDir, dtype: str) -> torch.dtype:
 
 
 def read_spec(
-    path_or_name: str, dtype: str = "auto", load_format: str = "auto", r_max: int | None = None, ranks: int = 1
+    path_or_name: str,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    r_max: int | None = None,
+    ranks: int = 1,
+    gate_weights: str | None = None,
 ) -> ModelSpec:
     """The facts of a model, or of one rank's share of it, without loading weights. Raises ModelError, or ConfigError for
     a bad option."""
-    model_dir = open_model_dir(path_or_name, load_format)
-    return _spec(model_dir, dtype, r_max, ranks)
+    return _spec(open_model_dir(path_or_name, load_format, gate_weights), dtype, r_max, ranks)
 
 
 def weight_bytes(
@@ -145,7 +172,7 @@ def rank_counts(model_dir: ModelDir) -> tuple[int, ...]:
 
 
 def _spec(model_dir: ModelDir, dtype: str, r_max: int | None, ranks: int) -> ModelSpec:
-    options = SpecOptions(resolve_dtype(model_dir, dtype), r_max, model_dir.side_files)
+    options = SpecOptions(resolve_dtype(model_dir, dtype), r_max, frozenset(model_dir.side_files()))
     spec = model_dir.family.spec(model_dir.config, options)
     if ranks > 1 and ranks not in (known := rank_counts(model_dir)):
         raise ConfigError(f"tensor_parallel_size {ranks}: this {spec.architecture} model runs on {spelt(known)}")
@@ -162,6 +189,7 @@ def load_model(
     state_init: str = "zero",
     parallel: TensorParallel = ONE_RANK,
     progress: Progress = no_progress,
+    gate_weights: str | None = None,
 ) -> LoopedModel:
     """A model with its weights on ``device``.
 
@@ -175,12 +203,13 @@ def load_model(
         state_init: 'zero' or 'seeded', for models with a recurrent state of their own.
         parallel: the rank whose share is loaded.
         progress: told of the bytes of weights that are read, and of how many there are.
+        gate_weights: a gate file, or a directory of such, before those beside the model.
 
     Raises ModelError for anything wrong with the directory, ConfigError for a bad option.
     """
     if state_init not in STATE_INITS:
         raise ConfigError(f"state_init '{state_init}' is not one of {', '.join(STATE_INITS)}")
-    model_dir = open_model_dir(path_or_name, load_format)
+    model_dir = open_model_dir(path_or_name, load_format, gate_weights)
     spec = _spec(model_dir, dtype, r_max, parallel.size)
     table = model_dir.family.tensors(model_dir.config)
     device = torch.device(device)
@@ -193,7 +222,7 @@ def load_model(
         optional = check_names_and_shapes(checkpoint, table)
         source = CheckpointSource(checkpoint, spec.dtype, device, table.splits, parallel, progress)
     tables = model_dir.family.side_tensors(model_dir.config)
-    side = {name: _side_tensors(model_dir.side_path(name), tables[name], device) for name in model_dir.side_files}
+    side = {name: _side_tensors(path, tables[name], device) for name, path in model_dir.side_files().items()}
     inputs = BuildInputs(source.take, optional, side, device, state_init, parallel)
     return model_dir.family.build(model_dir.config, spec, inputs)
 

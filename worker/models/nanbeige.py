@@ -5,8 +5,7 @@ Source: the published code (models.md, section 6). The final norm ends every loo
 
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.models.config_reader import ConfigReader
-from depthbatch.worker.models.family import SpecOptions
-from depthbatch.worker.models.llama_like import LLAMA_BLOCK, LlamaLikeFamily, Loops, Plan, Stage, head_sizes
+from depthbatch.worker.models.llama_like import LlamaLikeFamily, Loops, Plan, llama_plan
 
 R_LIMIT = 16  # at least; the published code runs any number of loops
 VARIANTS = (  # keys of other models of the class, each of which changes the forward pass
@@ -37,28 +36,10 @@ class NanbeigeFamily(LlamaLikeFamily):
         config.expect("hidden_act", ("silu",))
         config.expect("pretraining_tp", (1,), optional=True)
         config.expect("skip_loop_final_norm", (True, False), optional=True)
-        hidden = config.integer("hidden_size")
         kv_name = "num_key_value_heads" if config.has("num_key_value_heads") else "num_attention_heads"
-        heads, kv_heads, head_dim = head_sizes(config, hidden, "num_attention_heads", kv_name)
-        return Plan(
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            inner=config.integer("intermediate_size"),
-            vocab=config.integer("vocab_size"),
-            eps=config.number("rms_norm_eps"),
-            rope=config.rope("rope_theta", interleaved=False),
-            max_positions=config.integer("max_position_embeddings"),
-            tied=config.tied_head(("tie_word_embeddings",)),
-            core=Stage("model.layers.{}.", config.integer("num_hidden_layers")),
-            block=LLAMA_BLOCK,
-            norm_each_loop=not config.values.get("skip_loop_final_norm"),
-            embedding="model.embed_tokens.weight",
-            final_norm="model.norm.weight",
-        )
+        return llama_plan(config, kv_name, norm_each_loop=not config.values.get("skip_loop_final_norm"))
 
-    def loops(self, config: ConfigReader, options: SpecOptions) -> Loops:
+    def loops(self, config: ConfigReader) -> Loops:
         """``loop_loss_weights``, where there are any, hold one less than the loops, whatever ``num_loops`` says."""
         loops = config.integer("num_loops") if config.has("num_loops") else 1
         if weights := config.values.get("loop_loss_weights"):

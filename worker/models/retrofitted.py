@@ -11,9 +11,8 @@ import torch
 
 from depthbatch.worker.layers.blocks import AttentionContext
 from depthbatch.worker.layers.linear import Linear
-from depthbatch.worker.layers.rotary import RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
-from depthbatch.worker.models.family import BuildInputs, SpecOptions, TensorTable
+from depthbatch.worker.models.family import BuildInputs
 from depthbatch.worker.models.huginn import (
     ADAPTER,
     Huginn,
@@ -21,20 +20,12 @@ from depthbatch.worker.models.huginn import (
     is_raven,
     is_retrofitted,
     raven_loops,
-    raven_stages,
+    raven_plan,
     refuse_raven_variants,
 )
 from depthbatch.worker.models.huginn import BLOCK as SANDWICH_BLOCK
-from depthbatch.worker.models.interface import ModelSpec, WorkItem
-from depthbatch.worker.models.llama_like import (
-    LlamaLikeFamily,
-    Loops,
-    Plan,
-    StackedModel,
-    Weights,
-    head_sizes,
-    rotary_of,
-)
+from depthbatch.worker.models.interface import WorkItem
+from depthbatch.worker.models.llama_like import LlamaLikeFamily, Loops, Parts, Plan, StackedModel, head_sizes
 
 LLAMA_BLOCK = replace(
     SANDWICH_BLOCK, norm_out="", norm_mlp_in="norm_2.weight", norm_mlp_out="", qk_bias=""
@@ -54,10 +45,8 @@ START_MODES = ("random", "embed-init", "skip-adapter")
 class Retrofitted(Huginn):
     """LoopedModel with the work item (state, injection). ``start``: one of START_MODES."""
 
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, rotary: RotaryTable, recurrence: Recurrence, start: str
-    ) -> None:
-        super().__init__(spec, weights, rotary, recurrence)
+    def __init__(self, parts: Parts, recurrence: Recurrence, start: str) -> None:
+        super().__init__(parts, recurrence)
         self._start = start
 
     def prelude(
@@ -92,67 +81,26 @@ class RetrofittedFamily(LlamaLikeFamily):
         refuse_raven_variants(config)
         config.expect("qk_bias", (False,))
         config.expect("initial_state_mode", START_MODES, optional=True)
-        hidden, vocab = config.integer("n_embd"), config.integer("vocab_size")
         if config.has("padded_vocab_size"):
-            config.expect("padded_vocab_size", (vocab,))
-        heads, kv_heads, head_dim = head_sizes(config, hidden, "n_heads", "num_key_value_heads")
-        prelude, core, coda = raven_stages(config)
-        return Plan(
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            inner=config.integer("intermediate_size"),
-            vocab=vocab,
-            eps=config.number("norm_eps"),
+            config.expect("padded_vocab_size", (config.integer("vocab_size"),))
+        return raven_plan(
+            config,
+            sizes=head_sizes(config, config.integer("n_embd"), "n_heads", "num_key_value_heads"),
+            block=LLAMA_BLOCK,
+            normed_block=OLMO_BLOCK,
             rope=config.rope("rope_theta", interleaved=False, scaled=True),
             max_positions=config.integer("max_position_embeddings"),
-            tied=config.tied_head(("tie_embeddings", "tie_word_embeddings")),
-            prelude=prelude,
-            core=core,
-            coda=coda,
-            block=LLAMA_BLOCK,
-            embedding="transformer.wte.weight",
-            final_norm="transformer.ln_f.weight",
-            core_extra={ADAPTER: (hidden, 2 * hidden)},
-            ignored_suffixes=("freqs_cis",),
         )
 
-    def loops(self, config: ConfigReader, options: SpecOptions) -> Loops:
+    def loops(self, config: ConfigReader) -> Loops:
         return raven_loops(config)
 
-    def tensors(self, config: ConfigReader) -> TensorTable:
-        """The q and k norms are optional: no field of the config tells OLMo's blocks from Llama's. They are over all
-        heads, of which a rank has its share alone."""
-        plan = self.plan(config)
-        table, norms = plan.tensors(), _qk_norms(plan)
-        return replace(table, optional=table.optional | norms, of_one_rank=frozenset(norms))
-
-    def build(self, config: ConfigReader, spec: ModelSpec, inputs: BuildInputs) -> Retrofitted:
-        plan = self.plan(config)
-        norms = _qk_norms(plan).keys()
-        if present := norms & inputs.optional_present:
-            if missing := sorted(norms - present):
-                raise config.fail(f"tensor '{missing[0]}' is missing, while '{min(present)}' is there")
-            plan = replace(plan, block=OLMO_BLOCK)
+    def model(self, config: ConfigReader, parts: Parts, inputs: BuildInputs) -> Retrofitted:
         init = ConfigReader(config.values.get("init_values") or {}, f"{config.path}: init_values")
-        recurrence = Recurrence(
-            adapter=Linear(inputs.take(ADAPTER)),
-            embed_scale=init.number("embed_scale"),
-            state_std=init.number("std") * init.number("embed_scale"),
-            seeded=inputs.state_init == "seeded",
-        )
+        scale = init.number("embed_scale")
+        adapter, seeded = Linear(inputs.take(ADAPTER)), inputs.state_init == "seeded"
         start = config.text("initial_state_mode") if config.has("initial_state_mode") else "random"
-        weights = self.weights(config, plan, inputs)
-        return Retrofitted(spec, weights, rotary_of(plan, inputs), recurrence, start)
-
-
-def _qk_norms(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the q and k norms of every layer."""
-    names = OLMO_BLOCK.q_norm, OLMO_BLOCK.k_norm
-    shapes = {n: plan.block_shapes(OLMO_BLOCK)[n] for n in names}
-    prefixes = [p for stage in (plan.prelude, plan.core, plan.coda) for p in stage.prefixes()]
-    return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+        return Retrofitted(parts, Recurrence(adapter, scale, init.number("std") * scale, seeded), start)
 
 
 FAMILY = RetrofittedFamily()

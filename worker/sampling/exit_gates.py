@@ -57,20 +57,23 @@ def gate_step(
 ) -> GateStep:
     """Which rows fire that ran ``loops`` [N] and went from item ``before`` to ``after``; kind int32 [N] of Gate.
 
-    A model has either a hazard gate (OWN, DELAYED and, with a trained head, LOOKAHEAD use it) or a convergence test
-    (OWN, DELAYED and CONVERGENCE use it), or none. Rows whose gate does not decide on the device never fire.
+    A model has either a hazard gate or a convergence test (OWN and DELAYED use either, CONVERGENCE the latter), or no gate;
+    a trained LOOKAHEAD head gives the hazards of the loops to come. Rows whose gate does not decide on the device never fire.
     """
-    own = (kind == Gate.OWN) | (kind == Gate.DELAYED)
-    if Gate.CONVERGENCE in model.spec.gates:
-        fires = convergence_fires(model.convergence(before, after), threshold, loops)
-        return GateStep((fires & (own | (kind == Gate.CONVERGENCE))).to(torch.uint8), hazard)
-    if Gate.OWN not in model.spec.gates:
-        return GateStep(torch.zeros_like(kind, dtype=torch.uint8), hazard)
-    logit = model.gate_logit(after)
-    decides = own
-    if Gate.LOOKAHEAD in model.spec.gates:
-        ahead = kind == Gate.LOOKAHEAD
-        logit = torch.where(ahead, model.lookahead_logit(after), logit)
-        decides = own | ahead
-    state = accumulate_hazard(hazard, logit)
-    return GateStep((hazard_fires(state, threshold) & decides).to(torch.uint8), state)
+    gates = model.spec.gates
+    own, ahead = (kind == Gate.OWN) | (kind == Gate.DELAYED), kind == Gate.LOOKAHEAD
+    by_hazard, fires, logit = own, torch.zeros_like(own), None
+    if Gate.CONVERGENCE in gates:
+        near = convergence_fires(model.convergence(before, after), threshold, loops)
+        fires = near & (own | (kind == Gate.CONVERGENCE))
+        by_hazard = torch.zeros_like(own)
+    elif Gate.OWN in gates:
+        logit = model.gate_logit(after)
+    if Gate.LOOKAHEAD in gates:
+        foreseen = model.lookahead_logit(after)
+        logit = foreseen if logit is None else torch.where(ahead, foreseen, logit)
+        by_hazard = by_hazard | ahead
+    if logit is not None:
+        hazard = accumulate_hazard(hazard, logit)
+        fires = fires | (hazard_fires(hazard, threshold) & by_hazard)
+    return GateStep(fires.to(torch.uint8), hazard)
