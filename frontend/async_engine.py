@@ -236,16 +236,12 @@ class AsyncEngine:
                 if deltas := await mailbox.take():
                     yield deltas
 
-    async def forward(
-        self, submits: Sequence[Submit], timeouts_s: Sequence[float | None]
-    ) -> AsyncGenerator[list[Numbered], None]:
-        """Requests that another frontend has checked, as they stand: their events, as the scheduler tells them. Text is the
-        other's, which may give the same up here and go on with it elsewhere. Raises like ``generate``."""
-        lives = map(LiveRequest.of, submits)
-        internal_ids = self._client.accept(list(zip(lives, timeouts_s, strict=True)))
-        places = {id_: Place(number, OutputAssembler("", None)) for number, id_ in enumerate(internal_ids)}
-        name = str(internal_ids[0])
-        with self._running(Mailbox(name, self._leave), places, timeouts_s) as mailbox:
+    async def forward(self, submit: Submit, timeout_s: float | None) -> AsyncGenerator[list[TokenEvent], None]:
+        """A request that another frontend has checked, as it stands: its events, as the scheduler tells them. Text is the
+        other's, which may give the request up here and go on with it elsewhere. Raises like ``generate``."""
+        (internal_id,) = self._client.accept([(LiveRequest.of(submit), timeout_s)])
+        places = {internal_id: Place(0, OutputAssembler("", None))}
+        with self._running(Mailbox(str(internal_id), self._leave), places, [timeout_s]) as mailbox:
             while mailbox.places:
                 yield await mailbox.take_events()
 

@@ -1,7 +1,7 @@
 """Requests of one frontend served by engines elsewhere: text here, tokens there. What any of them has begun another goes on
 with, so the death of a replica is a pause.
 
-Knows no transport: ``Replicas`` is how a batch of requests reaches some engine, and the engine's side is AsyncEngine.forward.
+Knows no transport: ``Replicas`` is how a request reaches some engine, and the engine's side is AsyncEngine.forward.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from depthbatch.common.errors import (
 )
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import EngineInfo, FinishReason, Submit, TokenEvent
-from depthbatch.frontend.kept_answers import KeptAnswer, Numbered
+from depthbatch.frontend.kept_answers import KeptAnswer
 from depthbatch.frontend.live_requests import LiveRequest, LiveRequests
 from depthbatch.frontend.mailbox import Place, Request
 from depthbatch.frontend.output import IndexedDelta, OutputDelta
@@ -41,17 +41,17 @@ class ReplicaLostError(Exception):
     """The engine that was asked has gone, or never got the request."""
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """Requests that go to one engine together: as they stand, and the seconds that each may still take."""
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One request as it stands, and the seconds that it may still take."""
 
-    submits: tuple[Submit, ...]
-    timeouts_s: tuple[float | None, ...]
+    submit: Submit
+    timeout_s: float | None
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """What has come of a batch: events by number, or the error that ended it."""
+    """What has come of a call, or the error that ended it."""
 
-    events: tuple[tuple[int, TokenEvent], ...] = ()
+    events: tuple[TokenEvent, ...] = ()
     error: str = ""  # its class, of _ERRORS
     message: str = ""
     param: str | None = None
@@ -61,11 +61,11 @@ _ERRORS: dict[str, type[DepthbatchError]] = {
     each.__name__: each for each in (RequestError, RequestKillsWorkerError, OverloadedError, EngineDeadError)
 }
 _encode = msgspec.msgpack.Encoder().encode
-decode_batch = msgspec.msgpack.Decoder(Batch).decode
+decode_call = msgspec.msgpack.Decoder(Call).decode
 _decode_news = msgspec.msgpack.Decoder(News).decode
 
 
-def encode_news(events: Sequence[Numbered]) -> bytes:
+def encode_news(events: Sequence[TokenEvent]) -> bytes:
     return _encode(News(tuple(events)))
 
 
@@ -78,16 +78,19 @@ def encode_error(error: DepthbatchError) -> bytes:
 class Replicas(Protocol):
     """Engines with equal weights and options."""
 
-    def ask(self, batch: bytes, order: Order) -> AsyncGenerator[bytes, None]:
-        """What some replica tells of a batch (News, encoded); closing ends its requests. Raises ReplicaLostError."""
+    def ask(self, call: bytes, order: Order) -> AsyncGenerator[bytes, None]:
+        """What some replica tells of a Call (News, all encoded); closing ends the request. Raises ReplicaLostError."""
         ...
 
 
-class _Aborted(NamedTuple):
-    """Somebody ends the request by its name."""
+_Item = list[TokenEvent] | Exception  # events have our ids
 
 
-_Item = list[tuple[int, TokenEvent]] | _Aborted | Exception
+class Running(NamedTuple):
+    """What was asked for together."""
+
+    places: dict[int, Place]  # of what has not ended
+    news: asyncio.Queue[_Item]
 
 
 class ForwardingEngine:
@@ -101,8 +104,13 @@ class ForwardingEngine:
         self._tokenizer = tokenizer
         self._defaults = RequestDefaults(info, seed)
         self._requests = LiveRequests(secrets.randbits(40))  # several frontends: seeds of requests without one differ
-        self._named: dict[str, list[asyncio.Queue[_Item]]] = {}
+        self._named: dict[str, list[Running]] = {}
         self._forecast = LoopForecast(info.r_max)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._requests)
 
     def kept_answer(self, request_id: str) -> KeptAnswer | None:
         return None
@@ -123,33 +131,36 @@ class ForwardingEngine:
             lives.append(
                 LiveRequest.begin(token_ids, self._defaults.resolve(params, len(token_ids), ordinal, encode), client)
             )
-        now_s = time.monotonic()
-        deadlines = [None if params.timeout_s is None else now_s + params.timeout_s for _, params in requests]
-        places = {
-            self._requests.add(live): Place(number, assembler_of(request_id, *request, self._tokenizer))
-            for number, (live, request) in enumerate(zip(lives, requests, strict=True))
-        }
         news: asyncio.Queue[_Item] = asyncio.Queue()
-        self._named.setdefault(request_id, []).append(news)
-        reader = asyncio.create_task(self._read(places, deadlines, news), name="forwarded requests")
+        places: dict[int, Place] = {}
+        readers: dict[int, asyncio.Task[None]] = {}
+        for number, (live, request) in enumerate(zip(lives, requests, strict=True)):
+            id_ = self._requests.add(live)
+            places[id_] = Place(number, assembler_of(request_id, *request, self._tokenizer))
+            readers[id_] = asyncio.create_task(self._read(id_, request[1].timeout_s, news), name="forwarded request")
+        running = Running(places, news)
+        self._named.setdefault(request_id, []).append(running)
         try:
             while places:
                 if deltas := self._taken(await news.get(), places):
                     yield deltas
+                for id_ in readers.keys() - places.keys():
+                    readers.pop(id_).cancel()  # a stop string may have ended what still runs there
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            for reader in readers.values():
+                reader.cancel()
+            await asyncio.gather(*readers.values(), return_exceptions=True)
             for id_ in places:
                 self._requests.drop(id_)
-            self._named[request_id].remove(news)
+            self._named[request_id].remove(running)
             if not self._named[request_id]:
                 del self._named[request_id]
 
     async def abort(self, request_id: str) -> bool:
         """Ends every request of that name with finish reason "abort"; False if there is none."""
         found = self._named.get(request_id, [])
-        for news in found:
-            news.put_nowait(_Aborted())
+        for places, news in found:
+            news.put_nowait([TokenEvent(id_, (), (), FinishReason.ABORT) for id_ in places])
         return bool(found)
 
     async def abort_all(self) -> None:
@@ -160,11 +171,9 @@ class ForwardingEngine:
         """One delta a request, of all that has come; a request leaves with its last."""
         if isinstance(item, Exception):
             raise item
-        if isinstance(item, _Aborted):
-            item = [(id_, TokenEvent(id_, (), (), FinishReason.ABORT)) for id_ in places]
         deltas: dict[int, OutputDelta] = {}
-        for id_, event in item:
-            place = places.get(id_)
+        for event in item:
+            place = places.get(event.request_id)
             if place is None:
                 continue
             delta = place.assembler.push(event)
@@ -173,41 +182,36 @@ class ForwardingEngine:
             else:
                 deltas[place.number] = delta
             if delta.finish_reason is not None:
-                del places[id_]
-                self._requests.drop(id_)
+                del places[event.request_id]
+                self._requests.drop(event.request_id)
         return [IndexedDelta(*each) for each in deltas.items()]
 
-    async def _read(self, places: dict[int, Place], deadlines: list[float | None], news: asyncio.Queue[_Item]) -> None:
-        """Asks replica after replica for what is left; all that comes, or the error that ends it, goes into ``news``."""
+    async def _read(self, id_: int, timeout_s: float | None, news: asyncio.Queue[_Item]) -> None:
+        """Asks replica after replica for the rest of a request; all that comes, or the error that ends it, goes into
+        ``news``."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         losses = 0
         try:
-            while places:
+            while self._requests.is_live(id_):
                 try:
-                    async for events in self._from_one_replica(places, deadlines):
+                    async for events in self._from_one_replica(id_, deadline_s):
                         losses = 0
                         news.put_nowait(events)
-                        await asyncio.sleep(0)  # whoever reads takes them before it is asked what is left
                 except ReplicaLostError as error:
                     losses += 1
-                    log.warning("a replica is lost (%s): %d sequences go on elsewhere", error, len(places))
+                    log.warning("a replica is lost (%s): a request goes on elsewhere", error)
                     if losses > MAX_LOSSES:
                         raise EngineDeadError(f"{losses} replicas in a row were lost: {error}") from None
                     await asyncio.sleep(FIRST_WAIT_S * 2 ** (losses - 1))
         except Exception as error:
             news.put_nowait(error)
 
-    async def _from_one_replica(
-        self, places: dict[int, Place], deadlines: list[float | None]
-    ) -> AsyncGenerator[list[tuple[int, TokenEvent]], None]:
-        """News of what is left of the requests, from one replica. Raises ReplicaLostError, or what the replica raised."""
-        ids = list(places)
-        submits = tuple(map(self._requests.submit, ids))
-        now_s = time.monotonic()
-        ends_s = (deadlines[places[id_].number] for id_ in ids)
-        timeouts_s = tuple(None if end_s is None else max(0.001, end_s - now_s) for end_s in ends_s)
-        order = Order.of(submits, self._forecast)
-        batch = _encode(Batch(submits, timeouts_s))
-        async with contextlib.aclosing(self._replicas.ask(batch, order)) as stream:
+    async def _from_one_replica(self, id_: int, deadline_s: float | None) -> AsyncGenerator[list[TokenEvent], None]:
+        """News of the rest of a request, from one replica. Raises ReplicaLostError, or what the replica raised."""
+        submit = self._requests.submit(id_)
+        left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+        order = Order.of(submit, self._forecast)
+        async with contextlib.aclosing(self._replicas.ask(_encode(Call(submit, left_s)), order)) as stream:
             async for data in stream:
                 told = _decode_news(data)
                 if told.error == "EngineDeadError":
@@ -216,16 +220,15 @@ class ForwardingEngine:
                     kind = _ERRORS[told.error]
                     raise kind(told.message, told.param) if kind is RequestError else kind(told.message)
                 taken = []
-                for number, event in told.events:
-                    event = msgspec.structs.replace(event, request_id=ids[number])
+                for event in told.events:
                     self._forecast.add(event.exit_depths)
-                    booked = self._requests.take(event, self.info)
+                    booked = self._requests.take(msgspec.structs.replace(event, request_id=id_), self.info)
                     if booked is None:
                         continue
                     if isinstance(booked[1], DepthbatchError):
                         raise booked[1]
-                    taken.append((booked[0], booked[1]))
+                    taken.append(booked[1])
                 if taken:
                     yield taken
-        if any(self._requests.is_live(id_) for id_ in ids):
+        if self._requests.is_live(id_):
             raise ReplicaLostError("it ended its answer early")

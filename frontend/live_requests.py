@@ -102,8 +102,8 @@ class LiveRequests:
         self._live: dict[int, LiveRequest] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (monotonic s, request id)
 
-    def __bool__(self) -> bool:
-        return bool(self._live)
+    def __len__(self) -> int:
+        return len(self._live)
 
     def add(self, live: LiveRequest, timeout_s: float | None = None) -> int:
         """A request with parameters that were checked; returns its id."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from depthbatch.common.errors import DepthbatchError
-from depthbatch.frontend.kept_answers import Numbered
+from depthbatch.common.messages import TokenEvent
 from depthbatch.frontend.live_requests import News
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
 from depthbatch.frontend.params import SamplingParams
@@ -69,17 +69,17 @@ class Mailbox:
             self._news = []
         return [IndexedDelta(index, delta) for index, delta in deltas.items()]
 
-    async def take_events(self) -> list[Numbered]:
+    async def take_events(self) -> list[TokenEvent]:
         """Like ``take``, as the scheduler has told it."""
         await self._something()
-        events: list[Numbered] = []
+        events: list[TokenEvent] = []
         for position, (request_id, event) in enumerate(self._news):
             if isinstance(event, DepthbatchError):
                 if not events:
                     raise event
                 self._news = self._news[position:]
                 return events
-            events.append(Numbered(self.places[request_id].number, event))
+            events.append(event)
             if event.finish_reason is not None:
                 del self.places[request_id]
                 self._leave(request_id)

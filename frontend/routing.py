@@ -1,4 +1,4 @@
-"""Which of several equal engines a batch of requests goes to. Pure: knows loads, prefixes and depths, no engine.
+"""Which of several equal engines a request goes to. Pure: knows loads, prefixes and depths, no engine.
 
 A replica's load is the loops that wait in it: a token at depth 4 takes twice the device of one at depth 2. A prompt goes where
 its beginning is cached as long as that replica's load is within a bound of the mean; otherwise to the least loaded
@@ -46,14 +46,14 @@ class LoopForecast:
 
 
 class Order(NamedTuple):
-    """What routing is told of a batch."""
+    """What routing is told of a request."""
 
-    prefixes: tuple[int, ...]  # of its first prompt's beginnings, shortest first
+    prefixes: tuple[int, ...]  # of its prompt's beginnings, shortest first
     loops: float
 
     @classmethod
-    def of(cls, submits: Sequence[Submit], forecast: LoopForecast) -> Self:
-        return cls(prefixes_of(submits[0].prompt), sum(map(forecast.loops, submits)))
+    def of(cls, submit: Submit, forecast: LoopForecast) -> Self:
+        return cls(prefixes_of(submit.prompt), forecast.loops(submit))
 
 
 def prefixes_of(prompt: bytes) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class AffinityRouter:
         return ranked
 
     def went(self, order: Order, replica: Hashable) -> None:
-        """The batch was sent there."""
+        """The request was sent there."""
         for key in order.prefixes:
             self._homes[key] = replica
             self._homes.move_to_end(key)

@@ -98,6 +98,7 @@ READ_DIRECTLY = {
     "common/os_process.py": "/proc",
     "common/run_dir.py": "the run directory",
     "common/text_files.py": "the home",
+    "benchmarks/fleet_sweep.py": "its own results",
     "benchmarks/gpu/check.py": "its own results",
     "benchmarks/paper_report.py": "its own results",
     "benchmarks/service_figures.py": "the server's log, /proc",

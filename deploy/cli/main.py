@@ -47,6 +47,8 @@ COMMANDS = {
 BENCHMARKS = {
     "trace": Command("depthbatch.benchmarks.trace", "trace", "the schedule of a workload as data"),
     "simulate": Command("depthbatch.benchmarks.simulate", "simulate", "a workload in virtual time"),
+    "fleet": Command("depthbatch.benchmarks.fleet", "fleet", "many replicas behind a router, in virtual time"),
+    "fleet-sweep": Command("depthbatch.benchmarks.fleet_sweep", "fleet_sweep", "the runs behind docs/scale.md"),
     "throughput": Command("depthbatch.benchmarks.throughput", "throughput", "tokens per second of the policies"),
     "latency": Command("depthbatch.benchmarks.latency", "latency", "fit a device profile"),
     "serve": Command("depthbatch.benchmarks.load", "serve", "load on a running server"),

@@ -6,6 +6,11 @@ venv=.venv-clients
 if [ ! -f "$venv/.installed" ] || [ tests/clients/requirements.txt -nt "$venv/.installed" ]; then
     test -x "$venv/bin/python" || python3 -m venv "$venv"
     "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+    # Ray's processes run this package, with what the project's own environment has
+    own=$("${PYTHON:-.venv/bin/python}" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    for site in "$venv"/lib/python*/site-packages; do
+        echo "import site; site.addsitedir('$own')" > "$site/depthbatch_project.pth"
+    done
     touch "$venv/.installed"
 fi
 missing=()

@@ -10,7 +10,7 @@ import pytest
 from depthbatch.common.errors import DepthbatchError, EngineDeadError, RequestError
 from depthbatch.common.messages import FinishReason
 from depthbatch.frontend.async_engine import AsyncEngine
-from depthbatch.frontend.forwarding import ForwardingEngine, ReplicaLostError, decode_batch, encode_error, encode_news
+from depthbatch.frontend.forwarding import ForwardingEngine, ReplicaLostError, decode_call, encode_error, encode_news
 from depthbatch.frontend.output import OutputDelta
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.routing import AffinityRouter, LoopForecast, Order, prefixes_of
@@ -26,12 +26,12 @@ class TwoEngines:
         self.engines, self.lost_after, self.asked = engines, lost_after, 0
         self.orders: list[Order] = []
 
-    async def ask(self, batch: bytes, order: Order) -> AsyncGenerator[bytes, None]:
+    async def ask(self, call: bytes, order: Order) -> AsyncGenerator[bytes, None]:
         self.asked += 1
         self.orders.append(order)
         engine = self.engines[self.asked % 2]
         try:
-            async with aclosing(engine.forward(*_fields(batch))) as stream:
+            async with aclosing(engine.forward(*_fields(call))) as stream:
                 told = 0
                 async for events in stream:
                     yield encode_news(events)
@@ -42,9 +42,9 @@ class TwoEngines:
             yield encode_error(error)
 
 
-def _fields(batch: bytes) -> tuple:
-    decoded = decode_batch(batch)
-    return decoded.submits, decoded.timeouts_s
+def _fields(call: bytes) -> tuple:
+    decoded = decode_call(call)
+    return decoded.submit, decoded.timeout_s
 
 
 async def run(engine: ForwardingEngine, requests: list, name: str = "n") -> list[OutputDelta]:
@@ -83,8 +83,8 @@ def test_a_lost_replica_is_a_pause(lost_after: int | None) -> None:
         text = outputs[0].text
         (stopped,) = await run(engine, [([5, 6], SamplingParams(max_tokens=12, stop=text[3:6]))])
         assert (stopped.text, stopped.finish_reason) == (text[:3], FinishReason.STOP)
-        assert (replicas.asked == 2) == (lost_after is None)
-        assert replicas.orders[0].loops > replicas.orders[-1].loops
+        assert (replicas.asked == 4) == (lost_after is None)
+        assert replicas.orders[0].loops == 12 * 4  # nothing has come yet: full depth
 
     with_replicas(body, lost_after)
 
@@ -115,19 +115,26 @@ def test_what_a_replica_refuses_is_refused() -> None:
     with_replicas(body, None)
 
 
-def test_replicas_that_are_lost_again_and_again_are_told() -> None:
-    """Without a message between the losses there is an end to it."""
+@pytest.mark.parametrize("way", ["lost", "ended"])
+def test_replicas_that_are_lost_again_and_again_are_told(way: str) -> None:
+    """Without a message between the losses there is an end to it; an answer that ends before its request does is a loss."""
+    asked = 0
 
     class Never:
-        async def ask(self, batch: bytes, order: Order) -> AsyncGenerator[bytes, None]:
-            raise ReplicaLostError("out of order")
+        async def ask(self, call: bytes, order: Order) -> AsyncGenerator[bytes, None]:
+            nonlocal asked
+            asked += 1
+            if way == "lost":
+                raise ReplicaLostError("out of order")
+            return
             yield b""
 
     async def main() -> None:
         async with AsyncEngine(quiet=True) as one:
             engine = ForwardingEngine(Never(), one.info, one.tokenizer)
-            with pytest.raises(EngineDeadError, match="6 replicas in a row were lost: out of order"):
+            with pytest.raises(EngineDeadError, match="6 replicas in a row were lost: "):
                 await run(engine, [([1], SamplingParams())])
+            assert asked == 6 and not engine.num_unfinished
 
     asyncio.run(main())
 

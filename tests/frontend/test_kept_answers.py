@@ -53,6 +53,7 @@ def test_only_the_last_to_go_on_writes(tmp_path: Path) -> None:
     found = first.find("a")
     assert found is not None and found.handle == new
     assert [number.event.token_ids for number in found.news] == [(1,), (2,)]
+    assert first._file.execute("SELECT count(*) FROM news").fetchone() == (2,)  # nothing is left that nobody can find
     first.close()
     second.close()
 
