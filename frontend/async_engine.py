@@ -19,7 +19,7 @@ from depthbatch.frontend.background import background, failure_of, panics_as_err
 from depthbatch.frontend.engine_client import EngineClient
 from depthbatch.frontend.grammar import GrammarChecker, host_of
 from depthbatch.frontend.health import EngineHealth
-from depthbatch.frontend.kept_answers import KeptAnswer, KeptAnswers, Numbered, single_tokens
+from depthbatch.frontend.kept_answers import KeptAnswer, KeptAnswers, Numbered, open_answers, single_tokens
 from depthbatch.frontend.live_requests import LiveRequest, News, Progress
 from depthbatch.frontend.loading_progress import LoadingProgress
 from depthbatch.frontend.mailbox import Mailbox, Place, Request
@@ -247,7 +247,7 @@ class AsyncEngine:
 
     def keep_answers(self, keep_s: float) -> None:
         """From now on answers of a ``form`` can be asked for again, ``keep_s`` after their last news."""
-        self._kept = KeptAnswers(self.run_dir, keep_s)
+        self._kept = open_answers(self.run_dir, keep_s)
 
     @property
     def keeps_answers(self) -> bool:

@@ -185,6 +185,15 @@ class KeptAnswers:
             self._file.execute("COMMIT")
 
 
+def open_answers(run_dir: str | Path, keep_s: float) -> KeptAnswers | None:
+    """None, with one line of the log, where there is no room for the file: no stream is worth less for it."""
+    try:
+        return KeptAnswers(run_dir, keep_s)
+    except sqlite3.Error as error:
+        log.warning("%s cannot be made (%s): answers are not kept", FILE, error)
+        return None
+
+
 def single_tokens(news: Iterable[Numbered]) -> Iterator[Numbered]:
     """The same news with at most one token an event."""
     for number, event in news:

@@ -254,12 +254,12 @@ class Call:
                 for index, news in batch:
                     choice = self._choices[index]
                     part = self._part(choice, self._taken(choice, news, replayed))
-                    if self._positions.has(index, news):
-                        continue
-                    if replayed and self._positions.lacks_only_the_end(index, news):
-                        part = self._part(choice, replace(news, text="", token_ids=[], exit_depths=[], logprobs=[]))
-                    event_id = None if self._form is None else self._positions.event_id(self._id)
-                    events.append(event({"choices": [part]}, event_id))
+                    if self._form is None:
+                        events.append(event({"choices": [part]}))
+                    elif not self._positions.has(index, news):
+                        if replayed and self._positions.lacks_only_the_end(index, news):
+                            part = self._part(choice, replace(news, text="", token_ids=[], exit_depths=[], logprobs=[]))
+                        events.append(event({"choices": [part]}, self._positions.event_id(self._id)))
                 if events:
                     yield events[0] if len(events) == 1 else b"".join(events)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:

@@ -94,6 +94,8 @@ def test_the_file_has_a_largest_size(
     with caplog.at_level(logging.WARNING, "depthbatch"):
         assert kept.begin("large", bytes(1 << 20), [SUBMIT]) == kept.begin("large", bytes(1 << 20), [SUBMIT]) == 0
     assert caplog.text.count("cannot be written") == 1
+    with caplog.at_level(logging.WARNING, "depthbatch"):
+        assert kept_answers.open_answers(tmp_path / "absent", 60) is None and "cannot be made" in caplog.text
     kept.add([(0, Numbered(0, event(1)))])
     assert kept.begin("small", form, [SUBMIT]) and kept.find("small") is not None
     kept.close()

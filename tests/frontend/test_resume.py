@@ -146,27 +146,27 @@ def test_a_request_goes_on_elsewhere() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("progress", "changes", "message"),
-    [
-        (Progress([5], []), {}, "1 token_ids with 0 exit_depths"),
-        (Progress([5] * 13, [4] * 13), {}, "13 token_ids are more than max_tokens 12"),
-        (Progress([5, 264], [4, 4]), {}, "token_ids: not all are below the vocabulary size 264"),
-        (Progress([-1], [4]), {}, "token_ids: not all are below"),
-        (Progress([5], [0]), {}, "exit_depths: not all are from 1 to 4"),
-        (Progress([5], [5]), {}, "exit_depths: not all are from 1 to 4"),
-        (Progress([5], [4], [0]), {}, "cuts: not all are token counts"),
-        (Progress([True], [4]), {}, "token_ids must be a list of whole numbers"),
-        (Progress([5], [4]), {"temperature": 1.0}, "seed: a request that goes on elsewhere"),
-    ],
-)
-def test_bad_progress_is_refused(progress: Progress, changes: dict, message: str) -> None:
+BAD = [
+    (Progress([5], []), {}, "1 token_ids with 0 exit_depths"),
+    (Progress([5] * 13, [4] * 13), {}, "13 token_ids are more than max_tokens 12"),
+    (Progress([5, 264], [4, 4]), {}, "token_ids: not all are below the vocabulary size 264"),
+    (Progress([-1], [4]), {}, "token_ids: not all are below"),
+    (Progress([5], [0]), {}, "exit_depths: not all are from 1 to 4"),
+    (Progress([5], [5]), {}, "exit_depths: not all are from 1 to 4"),
+    (Progress([5], [4], [0]), {}, "cuts: not all are token counts"),
+    (Progress([True], [4]), {}, "token_ids must be a list of whole numbers"),
+    (Progress([5], [4]), {"temperature": 1.0}, "seed: a request that goes on elsewhere"),
+]
+
+
+def test_bad_progress_is_refused() -> None:
     """By the frontend, in words that a client knows, before the scheduler sees it."""
 
     async def main() -> None:
         async with AsyncEngine(quiet=True) as engine:
-            params = SamplingParams(**{"max_tokens": LENGTH, "temperature": 0, **changes})
-            with pytest.raises(RequestError, match=message):
-                await anext(engine.generate_all([([5], params)], progress=progress))
+            for progress, changes, message in BAD:
+                params = SamplingParams(**{"max_tokens": LENGTH, "temperature": 0, **changes})
+                with pytest.raises(RequestError, match=message):
+                    await anext(engine.generate_all([([5], params)], progress=progress))
 
     asyncio.run(main())
