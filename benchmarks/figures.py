@@ -252,6 +252,24 @@ def draw_accuracy(report: Mapping[str, Any], directory: Path) -> list[Path]:
     return [*paths, directory / f"drafts-{report['model']}.png"]
 
 
+def draw_loops(report: Mapping[str, Any], path: Path) -> None:
+    """Perplexity by loops, and exit depths at the middle threshold, of a report of ``train-loops``. Raises ConfigError."""
+    plt = import_pyplot()
+    canvas, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    for name, colour in (("before", "0.5"), ("after", "tab:blue")):
+        rows, exits = report[name]["perplexity"], report[name]["exits"][1]
+        left.plot([r["loops"] for r in rows], [r["perplexity"] for r in rows], "o-", color=colour, label=name)
+        total = sum(exits["histogram"].values())
+        shift = -0.2 if name == "before" else 0.2
+        depths = [int(depth) + shift for depth in exits["histogram"]]
+        right.bar(depths, [n / total for n in exits["histogram"].values()], 0.4, color=colour, label=name)
+    left.set(xlabel="loops", ylabel="perplexity of held-out text")
+    right.set(xlabel=f"exit depth at convergence {exits['threshold']:g}", ylabel="share of tokens")
+    left.legend(fontsize=8)
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)
+
+
 def _gates(gated: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["gate"] for row in gated))
 

@@ -18,9 +18,11 @@ from depthbatch.common.errors import ModelError
 from depthbatch.training.demo_tokenizer import END_OF_TEXT, IM_END, save_tokenizer
 from depthbatch.training.huginn import HuginnSize, HuginnTrainer
 from depthbatch.training.ouro import OuroSize, OuroTrainer
+from depthbatch.training.retrofitted import RetrofittedTrainer
 from depthbatch.worker.models.checkpoint import Checkpoint, CheckpointSource, check_names_and_shapes
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.loader import ModelDir, open_model_dir, read_spec
+from depthbatch.worker.models.retrofitted import RetrofittedFamily
 
 DEMO_THRESHOLD = 0.95
 DEMO_HUGINN_THRESHOLD = 0.5
@@ -137,6 +139,26 @@ def load_ouro(name: str | Path) -> OuroTrainer:
     model = OuroTrainer(_sizes(OuroSize, config))
     _load_weights(model, model_dir)
     return model
+
+
+def load_retrofitted(name: str | Path) -> tuple[RetrofittedTrainer, torch.dtype]:
+    """A retrofitted model directory with Llama blocks in fp32, its state starting at zero, and the type it is stored in.
+    Raises ModelError as ``load_ouro``, and for OLMo blocks, whose q and k are normed."""
+    model_dir = open_model_dir(str(name))
+    if not isinstance(model_dir.family, RetrofittedFamily):
+        raise ModelError(
+            f"{model_dir.path} is no retrofitted model: loops are trained of what depthbatch convert writes"
+        )
+    config, checkpoint = model_dir.config, Checkpoint(model_dir.path)
+    plan = model_dir.family.plan(config)
+    config.expect("initial_state_mode", ("random",), optional=True)
+    if check_names_and_shapes(checkpoint, plan.tensors()) or plan.tied:
+        raise config.fail("only Llama blocks (no q and k norms) and a head of its own can be trained")
+    scale = ConfigReader(config.values.get("init_values") or {}, f"{config.path}: init_values").number("embed_scale")
+    model = RetrofittedTrainer(plan, scale)
+    source = CheckpointSource(checkpoint, torch.float32, torch.device("cpu"))
+    model.load_state_dict({name: source.take(name) for name in model.state_dict()})
+    return model, checkpoint.tensor(min(checkpoint.file_of)).dtype
 
 
 def load_huginn(name: str | Path) -> HuginnTrainer:

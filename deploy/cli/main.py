@@ -40,6 +40,7 @@ COMMANDS = {
     "convert": Command("depthbatch.deploy.cli.convert", "convert", "make a looped model out of a Llama checkpoint"),
     "train-demo": Command("depthbatch.deploy.cli.train", "train_demo", "train the demo model"),
     "train-gate": Command("depthbatch.deploy.cli.train", "train_gate", "distil an exit gate"),
+    "train-loops": Command("depthbatch.deploy.cli.train_loops", "train_loops", "teach a converted model to use loops"),
     "record-exits": Command(
         "depthbatch.benchmarks.record_exits", "record_exits", "write a workload's exit depths into it"
     ),

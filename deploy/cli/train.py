@@ -29,7 +29,8 @@ STEPS = {"demo": 3500, "demo-huginn": 5000}
 BATCH_SIZES = {"demo": 80, "demo-huginn": 64}
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number of at least 1 from the command line."""
     try:
         value = int(text)
     except ValueError:
@@ -43,13 +44,13 @@ def add_train_demo_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, size of the run, where it goes."""
     parser.add_argument("--model", choices=sorted(STEPS), default="demo", help="which demo model to train")
     parser.add_argument("--output", type=Path, required=True, help="model directory to write")
-    parser.add_argument("--steps", type=_positive, help="optimiser steps (default 3500 and 5000)")
-    parser.add_argument("--batch-size", type=_positive, help="examples a step (default 80 and 64)")
+    parser.add_argument("--steps", type=positive, help="optimiser steps (default 3500 and 5000)")
+    parser.add_argument("--batch-size", type=positive, help="examples a step (default 80 and 64)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and loop counts")
-    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads")
     parser.add_argument("--checkpoint", type=Path, help="state to resume from (default OUTPUT/training.pt)")
     parser.add_argument("--restart", action="store_true", help="ignore an existing checkpoint")
-    parser.add_argument("--examples", type=_positive, default=1400, help="held-out questions scored at the end")
+    parser.add_argument("--examples", type=positive, default=1400, help="held-out questions scored at the end")
 
 
 def run_train_demo(args: argparse.Namespace) -> int:
@@ -87,11 +88,11 @@ def add_train_gate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=KINDS, default="lookahead", help="which gate to distil")
     parser.add_argument("--data", type=Path, help="text or .jsonl file; the demo's own task for 'demo'")
     parser.add_argument("--output", type=Path, help="file to write (default MODEL/KIND_gate.safetensors)")
-    parser.add_argument("--max-tokens", type=_positive, default=50_000, help="tokens to learn from")
-    parser.add_argument("--length", type=_positive, default=512, help="longest row, in tokens")
-    parser.add_argument("--iterations", type=_positive, default=300, help="L-BFGS iterations")
+    parser.add_argument("--max-tokens", type=positive, default=50_000, help="tokens to learn from")
+    parser.add_argument("--length", type=positive, default=512, help="longest row, in tokens")
+    parser.add_argument("--iterations", type=positive, default=300, help="L-BFGS iterations")
     parser.add_argument("--seed", type=int, default=0, help="seed of the held-out tenth")
-    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads")
 
 
 def run_train_gate(args: argparse.Namespace) -> int:
@@ -113,7 +114,7 @@ def run_train_gate(args: argparse.Namespace) -> int:
         rows = distillation_rows(args.seed)
     else:
         length = min(args.length, spec.max_positions)
-        rows = read_rows(args.data, _encoder(directory), spec.vocab_size, length, args.max_tokens)
+        rows = read_rows(args.data, encoder(directory), spec.vocab_size, length, args.max_tokens)
     fit = fit_gate(args.kind, collect_features(features_of, rows), args.seed, args.iterations)
     save_gate(fit, args.kind, output)
     print(
@@ -131,7 +132,7 @@ def run_train_gate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _encoder(directory: Path) -> Encode:
+def encoder(directory: Path) -> Encode:
     """The model directory's tokenizer, without what it puts around a text. Raises ModelError on use when it has none."""
     tokenizer = load_tokenizer(directory)
 

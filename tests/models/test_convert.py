@@ -5,28 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.deploy.cli.main import main
 from depthbatch.worker.models.loader import load_model
+from fakes.llama import write_llama
 from fakes.model_batch import Batch, packed_rows
 
 PROMPTS = [[5, 17, 25, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 77], [42]]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def write_llama(path: Path, **changes: Any) -> LlamaForCausalLM:
-    """A random Llama with grouped heads, its norms unequal to 1, as transformers stores it."""
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes | {"num_key_value_heads": 2, "vocab_size": 96} | changes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(path)
-    return model.eval()
 
 
 @pytest.mark.parametrize(
