@@ -9,10 +9,7 @@ all alive, serve that workload in turns; the order rotates with every round, so 
 alike. Reported are the median over rounds of tokens/s, and auto against the fixed policy with the best median, round by
 round. The first round, in which things are learned, is thrown away.
 
-``step``: the kernels of one core step against what the machine can do. Bounds are measured: bytes over the read bandwidth of
-DRAM, operations over the multiply-add rate; a kernel's bound is the larger. Every kernel is timed over all layers in turn,
-so weights and KV come from DRAM as they do in a step, beside the plain way to compute the same: F.linear, oneDNN's
-blocked weights, gather + SDPA, operator by operator. Times are the least of several rounds.
+``step``: benchmarks/cpu_step.py.
 
 ``all-reduce`` and ``drafts`` have modules of their own.
 """
@@ -25,47 +22,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from depthbatch.benchmarks.all_reduce import add_all_reduce_arguments, run_all_reduce
 from depthbatch.benchmarks.cpu_drafts import add_cpu_drafts_arguments, run_cpu_drafts
+from depthbatch.benchmarks.cpu_step import SHAPES, add_step_arguments, kernels_in_use, run_step
 from depthbatch.benchmarks.flops import stage_flops
-from depthbatch.benchmarks.plain_loop import PlainLoop, Shape
-from depthbatch.benchmarks.record import print_table, write_json
+from depthbatch.benchmarks.plain_loop import PlainLoop
+from depthbatch.benchmarks.record import Record, print_table, write_json
 from depthbatch.benchmarks.throughput import measure
 from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_LANE, ROW_POSITION, ROW_SLOT, Stage
 from depthbatch.common.messages import StageBatch
 from depthbatch.frontend.llm import LLM
-from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows
-from depthbatch.worker.attention.select import select_backend
 from depthbatch.worker.build import build_runner
-from depthbatch.worker.layers.blocks import Block, BlockStack
-from depthbatch.worker.layers.cpu.library import Kernels, cpu_kernels
-from depthbatch.worker.layers.cpu.memory import zeros_on_large_pages
-from depthbatch.worker.layers.linear import BlockedProduct, GatedLinear, Linear
-from depthbatch.worker.layers.rotary import Rotation
 
-SHAPE = Shape(layers=12, hidden=512, heads=8, intermediate=1408, vocab=8192, loops=4)
+SHAPE = SHAPES["12x512"]
 PROMPT, OUTPUT = 32, 64
 DEPTHS, WEIGHTS = (2, 3, 4), (0.45, 0.40, 0.15)  # mean 2.7
 AUTO = "auto"
-PRODUCTS = {
-    "qkv": (3 * SHAPE.hidden, SHAPE.hidden),
-    "out": (SHAPE.hidden, SHAPE.hidden),
-    "gate_up": (2 * SHAPE.intermediate, SHAPE.hidden),
-    "down": (SHAPE.hidden, SHAPE.intermediate),
-}
-BANDWIDTH_BYTES = 256 << 20  # well beyond any last-level cache of a desktop or a share of a server
-PEAK_ROUNDS = 400_000
 
 
 def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,9 +61,7 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_argument("--async-scheduling", default="lookahead")
     policies.add_argument("--seconds", type=float, default=240.0, help="no round begins after so many, start included")
     step = what.add_parser("step", help="the kernels of a core step", allow_abbrev=False)
-    step.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
-    step.add_argument("--contexts", type=int, nargs="+", default=[64, 256])
-    step.add_argument("--seconds", type=float, default=0.15, help="time for each figure")
+    add_step_arguments(step)
     sums = what.add_parser("all-reduce", help="what ranks pay to add up a layer's output", allow_abbrev=False)
     add_all_reduce_arguments(sums)
     sums.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
@@ -121,14 +99,6 @@ def dummy_model() -> Iterator[str]:
         yield directory
 
 
-def _kernels() -> Kernels:
-    """The C kernels in use. Raises ConfigError when there are none."""
-    kernels = cpu_kernels()
-    if kernels is None:
-        raise ConfigError("bench cpu: the C kernels are not in use; there is nothing to compare")
-    return kernels
-
-
 # --- the engine against a plain loop
 
 
@@ -141,8 +111,42 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     with dummy_model() as directory:
         for layout in args.layouts:
             result[layout] = _by_policy(directory, layout, args.w, args.threads, workload, plain)
+        result["full_depth"] = _full_depth(directory, args, plain["contiguous"])
         result["core_step"] = core_step(directory, args.w, args.threads)
     return result
+
+
+def _full_depth(directory: str, args: argparse.Namespace, plain: float) -> dict[str, dict[str, Any]]:
+    """cb with every token at full depth, which is what the plain loop does, with either kind of weights: tokens/s, and what
+    share of the time each stage takes. In turns; the best of each."""
+    requests = (WorkloadRequest(PROMPT, OUTPUT),) * (args.rounds * args.w)
+    best: dict[str, Record] = {}
+    for kind in ("bf16", "int8") * 2:
+        config = EngineConfig(
+            model=directory,
+            load_format="dummy",
+            device="cpu",
+            policy="cb",
+            max_num_seqs=args.w,
+            threads=args.threads,
+            quantization="int8" if kind == "int8" else None,
+        )
+        record = measure(config, Workload(requests), stage_flops(config))
+        if kind not in best or record.tokens_per_s > best[kind].tokens_per_s:
+            best[kind] = record
+    figures = {
+        kind: {
+            "tokens_per_s": record.tokens_per_s,
+            "relative_to_plain": record.tokens_per_s / plain,
+            "relative_to_bf16": record.tokens_per_s / best["bf16"].tokens_per_s,
+            "stage_share": record.stage_share,
+            "idle_share": record.idle_share,
+        }
+        for kind, record in best.items()
+    }
+    for kind, values in figures.items():
+        print(f"full depth, {kind}: {json.dumps(values)}", file=sys.stderr)
+    return figures
 
 
 def plain_tokens_per_s(batch: int, gather: bool) -> float:
@@ -235,10 +239,8 @@ class KernelClock:
 @contextmanager
 def kernel_clock() -> Iterator[KernelClock]:
     """A clock in place of the C stack of the kernels in use; stacks that are fused meanwhile are timed for good."""
-    kernels = _kernels().by_type[torch.bfloat16]
+    kernels = kernels_in_use().by_type[torch.bfloat16]
     plain = kernels.stack
-    if plain is None:
-        raise ConfigError("bench cpu: this machine has no C kernels for whole stacks in bf16")
     clock = KernelClock(plain)
     kernels.stack = clock
     try:
@@ -312,203 +314,3 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
         "best_fixed": best,
         "auto_vs_best_quartiles": [round(float(q), 4) for q in quartiles],
     }
-
-
-# --- the kernels of a core step
-
-
-class Machine(NamedTuple):
-    """Measured limits with the threads in use."""
-
-    bytes_per_s: float
-    operations_per_s: float  # bf16 multiply-adds count two
-
-    def bound_us(self, size_bytes: float, operations: float) -> float:
-        return 1e6 * max(size_bytes / self.bytes_per_s, operations / self.operations_per_s)
-
-
-class Row(NamedTuple):
-    """One line of the report: a kernel at a batch size."""
-
-    kernel: str
-    batch: int
-    bound_us: float
-    times_us: dict[str, float]
-
-    def as_json(self) -> dict[str, Any]:
-        return self._asdict() | {"of_bound": next(iter(self.times_us.values())) / self.bound_us}
-
-
-def least_us(run: Callable[[], object], seconds: float) -> float:
-    """Least time of a run within ``seconds``, at least three runs after a warm-up."""
-    run()
-    best, start, runs = float("inf"), time.perf_counter(), 0
-    while runs < 3 or time.perf_counter() - start < seconds:
-        begin = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - begin)
-        runs += 1
-    return 1e6 * best
-
-
-def measure_machine(kernels: Kernels, seconds: float) -> Machine:
-    """Read bandwidth of DRAM and the multiply-add rate of all threads."""
-    memory = zeros_on_large_pages((BANDWIDTH_BYTES,), torch.uint8).fill_(1)
-    read_us = least_us(lambda: kernels.read(memory.data_ptr(), BANDWIDTH_BYTES), seconds)
-    result = torch.zeros(1)
-    operations = kernels.multiply(PEAK_ROUNDS, True, result.data_ptr())
-    multiply_us = least_us(lambda: kernels.multiply(PEAK_ROUNDS, True, result.data_ptr()), seconds)
-    return Machine(BANDWIDTH_BYTES / read_us * 1e6, operations / multiply_us * 1e6)
-
-
-def random_matrix(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns).mul_(columns**-0.5).bfloat16()
-
-
-class LinearBench:
-    """One of the four products of a layer, SHAPE.layers times with weights of their own, as F.linear, blocked and packed."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.shape = name, PRODUCTS[name]
-        self.weights = [random_matrix(*self.shape) for _ in range(SHAPE.layers)]
-        self.packed = [Linear(w) for w in self.weights]
-        self.blocked = [BlockedProduct(w) for w in self.weights] if hasattr(torch.ops, "mkldnn") else []
-
-    def row(self, batch: int, machine: Machine, seconds: float) -> Row:
-        x = torch.randn(batch, self.shape[1]).bfloat16()
-        times = {
-            "ours": least_us(lambda: [f(x) for f in self.packed], seconds) / SHAPE.layers,
-            "F.linear": least_us(lambda: [F.linear(x, w) for w in self.weights], seconds) / SHAPE.layers,
-        }
-        if self.blocked:
-            times["oneDNN blocked"] = least_us(lambda: [f(x) for f in self.blocked], seconds) / SHAPE.layers
-        rows, columns = self.shape
-        size = 2 * (rows * columns + batch * (rows + columns))
-        return Row(self.name, batch, machine.bound_us(size, 2 * rows * columns * batch), times)
-
-
-class StepBench:
-    """KV memory and a stack of SHAPE.layers blocks for up to ``batch`` rows at context ``context``."""
-
-    def __init__(self, batch: int, context: int) -> None:
-        self.batch, self.context = batch, context
-        blocks = context // 16 + 1
-        geometry = CacheGeometry(
-            batch * blocks + 1,
-            16,
-            SHAPE.heads,
-            SHAPE.heads,
-            SHAPE.head_dim,
-            (SHAPE.loops,) * SHAPE.layers,
-            torch.bfloat16,
-            torch.device("cpu"),
-        )
-        self.ours, self.oracle = select_backend(geometry), select_backend(geometry, "sdpa")
-        tables = torch.zeros(batch + 1, blocks, dtype=torch.int32)
-        tables[1:] = 1 + torch.randperm(batch * blocks).int().view(batch, blocks)
-        slots = torch.arange(1, batch + 1, dtype=torch.int32)
-        self.rows = DecodeRows(slots, torch.full_like(slots, context - 1), slots % SHAPE.loops, tables)
-        self.rotation = Rotation(
-            False, torch.randn(batch, SHAPE.head_dim // 2), torch.randn(batch, SHAPE.head_dim // 2)
-        )
-        self.kv_bytes = 4 * batch * context * SHAPE.heads * SHAPE.head_dim  # of one layer: K and V, bf16
-        self.kv_operations = 4 * batch * context * SHAPE.heads * SHAPE.head_dim
-
-    def attention(self, machine: Machine, seconds: float) -> Row:
-        qkv = torch.randn(self.batch, 3 * SHAPE.hidden).bfloat16()
-
-        def run(backend: AttentionBackend) -> None:
-            for layer in range(SHAPE.layers):
-                backend.decode_qkv(layer, qkv, self.rotation, self.rows)
-
-        times = {
-            "ours": least_us(lambda: run(self.ours), seconds) / SHAPE.layers,
-            "gather + SDPA": least_us(lambda: run(self.oracle), seconds) / SHAPE.layers,
-        }
-        bound = machine.bound_us(self.kv_bytes, self.kv_operations)
-        return Row(f"attention at {self.context}", self.batch, bound, times)
-
-    def step(self, stack: BlockStack, machine: Machine, seconds: float) -> Row:
-        x = torch.randn(self.batch, SHAPE.hidden).bfloat16()
-        context = StackContext(self.ours, self.rows)
-        weights = SHAPE.layers * sum(rows * columns for rows, columns in PRODUCTS.values())
-        times = {
-            "one call": least_us(lambda: stack(x, self.rotation, context), seconds),
-            "by operator": least_us(lambda: stack.plain(x, self.rotation, context), seconds),
-        }
-        size, operations = (
-            2 * weights + SHAPE.layers * self.kv_bytes,
-            2 * weights * self.batch + SHAPE.layers * self.kv_operations,
-        )
-        return Row(f"core step at {self.context}", self.batch, machine.bound_us(size, operations), times)
-
-
-class StackContext:
-    """AttentionContext of decode rows."""
-
-    def __init__(self, backend: AttentionBackend, rows: DecodeRows) -> None:
-        self.backend, self.rows = backend, rows
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.backend.decode(layer, q, k, v, self.rows)
-
-    def from_qkv(self, layer: int, qkv: Tensor, rotation: Rotation, qk_bias: Tensor | None = None) -> Tensor:
-        return self.backend.decode_qkv(layer, qkv, rotation, self.rows, qk_bias)
-
-    def run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
-        return self.backend.decode_stack(stack, x, rotation, self.rows)
-
-
-def make_stack() -> BlockStack:
-    """SHAPE.layers Ouro blocks with random weights."""
-
-    def norm() -> Tensor:
-        return torch.ones(SHAPE.hidden, dtype=torch.bfloat16)
-
-    blocks = tuple(
-        Block(
-            norm_in=norm(),
-            qkv=Linear(random_matrix(*PRODUCTS["qkv"])),
-            qk_bias=None,
-            out=Linear(random_matrix(*PRODUCTS["out"])),
-            norm_out=norm(),
-            norm_mlp_in=norm(),
-            gate_up=GatedLinear(random_matrix(*PRODUCTS["gate_up"])),
-            down=Linear(random_matrix(*PRODUCTS["down"])),
-            norm_mlp_out=norm(),
-        )
-        for _ in range(SHAPE.layers)
-    )
-    return BlockStack(blocks, 0, norm_on_sum=False, eps=1e-6, final_norm=norm())
-
-
-def print_row(row: Row) -> None:
-    times = "  ".join(f"{name} {us:8.0f} us ({us / row.bound_us:4.2f} x)" for name, us in row.times_us.items())
-    print(f"{row.kernel:18} B {row.batch:3}  bound {row.bound_us:7.0f} us   {times}", file=sys.stderr)
-
-
-def run_step(args: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    machine = measure_machine(_kernels(), args.seconds)
-    print(
-        f"{torch.get_num_threads()} threads: reads {machine.bytes_per_s / 1e9:.1f} GB/s, "
-        f"multiplies {machine.operations_per_s / 1e9:.0f} GFLOP/s in bf16",
-        file=sys.stderr,
-    )
-    rows: list[Row] = []
-
-    def report(row: Row) -> None:
-        rows.append(row)
-        print_row(row)
-
-    for name in PRODUCTS:
-        bench = LinearBench(name)
-        for batch in args.batches:
-            report(bench.row(batch, machine, args.seconds))
-    stack = make_stack()
-    for context in args.contexts:
-        for batch in args.batches:
-            step = StepBench(batch, context)
-            report(step.attention(machine, args.seconds))
-            report(step.step(stack, machine, args.seconds))
-    return {"threads": torch.get_num_threads(), **machine._asdict(), "rows": [row.as_json() for row in rows]}

@@ -38,6 +38,7 @@ class Record:
     k: int | None
     tokens_per_s: float
     prefill_share: float  # of the run's time
+    stage_share: dict[str, float]  # the same of every stage
     idle_share: float  # time in which work existed and the device waited for the scheduler
     mean_depth: float  # of decode tokens
     s_dec: float
@@ -79,7 +80,7 @@ def make_record(
     then, now = before.core or CoreStats(), after.core or CoreStats()
     steps = {stage: _stage(now, stage).steps - _stage(then, stage).steps for stage in STAGES}
     rows = {stage: _stage(now, stage).rows.sum - _stage(then, stage).rows.sum for stage in STAGES}
-    prefill_s = _stage(now, "prefill").seconds - _stage(then, "prefill").seconds
+    shares = {s: (_stage(now, s).seconds - _stage(then, s).seconds) / duration_s for s in STAGES}
     idle_s = [0.0 if stats.worker is None else stats.worker.idle_scheduler_s for stats in (before, after)]
     finished = sum(now.finished.get(r, 0) - then.finished.get(r, 0) for r in ("stop", "length"))
     # every delivered token is in the histogram; the first of each request was prefilled at r_max
@@ -92,7 +93,8 @@ def make_record(
         w=setting.w,
         k=setting.k,
         tokens_per_s=(now.generation_tokens - then.generation_tokens) / duration_s,
-        prefill_share=prefill_s / duration_s,
+        prefill_share=shares["prefill"],
+        stage_share=shares,
         idle_share=(idle_s[1] - idle_s[0]) / duration_s,
         mean_depth=depth,
         s_dec=decode_speedup(flops, setting.r_max, depth),

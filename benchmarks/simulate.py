@@ -248,13 +248,15 @@ def report(run: Run, baseline: Run, profile: DeviceProfile, workload: Workload) 
 def record_run(run: Run, profile: DeviceProfile, workload: Workload) -> SimulatedRecord:
     """The record of a run, not compared with any other yet."""
     busy = sum(run.busy_s.values())
+    shares = {label: run.busy_s[label] / busy for label in STAGES}
     bound = hardware_bound(run, profile, workload)
     return SimulatedRecord(
         policy=run.config.policy,
         w=run.config.max_num_seqs,
         k=run.config.min_coda_batch,
         tokens_per_s=run.tokens_per_s,
-        prefill_share=run.busy_s["prefill"] / busy,
+        prefill_share=shares["prefill"],
+        stage_share=shares,
         idle_share=max(0.0, 1.0 - busy / run.duration_s),
         mean_depth=run.mean_depth,
         s_dec=decode_speedup(profile.flops, profile.r_max, run.mean_depth),

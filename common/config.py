@@ -31,6 +31,7 @@ OBJECTIVES = ("throughput", "latency", "goodput")
 ASYNC_MODES = ("off", "async", "lookahead")
 PREEMPTION = ("off", "recompute")
 PREFIX_CACHING = ("off", "on")
+QUANTIZATIONS = ("int8",)
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 ENGINE_GATES = tuple(gate.label for gate in Gate if gate not in (Gate.FIXED, Gate.REPLAY))  # those need request fields
 MAX_DRAFT_LANES = 8
@@ -147,6 +148,13 @@ class EngineConfig(Options, frozen=True):
     dtype: Annotated[
         str, option("dtype of weights and KV; auto = the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        option(
+            "weights of the layers in a byte each, quantised as they are loaded, on device cpu (default: as stored)",
+            QUANTIZATIONS,
+        ),
+    ] = None
     policy: Annotated[
         str, option("how stages are ordered; auto learns when from measured costs and exits", POLICIES)
     ] = "auto"
@@ -277,6 +285,12 @@ class EngineConfig(Options, frozen=True):
             raise ConfigError(f"device must be auto, cpu, cuda or simulated:PROFILE.json, not {self.device!r}")
         if self.tensor_parallel_size > 1 and self.device.startswith("simulated:"):
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size}: a simulated device is one rank")
+        if self.quantization is not None and self.device.startswith("simulated:"):
+            raise ConfigError(f"quantization {self.quantization}: a simulated device has no weights")
+        if self.quantization is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"quantization {self.quantization} is for one rank, not for tensor_parallel_size {self.tensor_parallel_size}"
+            )
         if self.min_loops is not None and self.max_loops is not None and self.min_loops > self.max_loops:
             raise ConfigError(f"min_loops {self.min_loops} is more than max_loops {self.max_loops}")
         if self.min_free_slots is not None and self.min_free_slots > self.max_num_seqs:

@@ -167,6 +167,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     grammars: bool = False  # can constrain output
     draft_lanes: int = 0  # successors of a token that may be on their way with it
     coda_layers: int = 0  # layers whose K/V a final readout writes
+    quantization: str | None = None  # how the weights of the layers are stored, where not in ``dtype``
     notes: tuple[str, ...] = ()  # what who starts it should know, a line each
     other_threshold: float = (
         HEAD_THRESHOLD  # of gates that compare probabilities where the default one does distances, or

@@ -19,7 +19,7 @@ from depthbatch.training.demo_tokenizer import END_OF_TEXT, IM_END, save_tokeniz
 from depthbatch.training.huginn import HuginnSize, HuginnTrainer
 from depthbatch.training.ouro import OuroSize, OuroTrainer
 from depthbatch.training.retrofitted import RetrofittedTrainer
-from depthbatch.worker.models.checkpoint import Checkpoint, CheckpointSource, check_names_and_shapes
+from depthbatch.worker.models.checkpoint import CheckpointSource, check_names_and_shapes
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.loader import ModelDir, open_model_dir, read_spec
 from depthbatch.worker.models.retrofitted import RetrofittedFamily
@@ -118,7 +118,7 @@ def _sizes(size_class: type[Size], config: ConfigReader) -> Size:
 
 def _load_weights(model: nn.Module, model_dir: ModelDir) -> None:
     """Checked as the engine checks them; fp32."""
-    checkpoint = Checkpoint(model_dir.path)
+    checkpoint = model_dir.checkpoint()
     check_names_and_shapes(checkpoint, model_dir.family.tensors(model_dir.config))
     source = CheckpointSource(checkpoint, torch.float32, torch.device("cpu"))
     model.load_state_dict({name: source.take(name) for name in model.state_dict()})
@@ -149,7 +149,7 @@ def load_retrofitted(name: str | Path) -> tuple[RetrofittedTrainer, torch.dtype]
         raise ModelError(
             f"{model_dir.path} is no retrofitted model: loops are trained of what depthbatch convert writes"
         )
-    config, checkpoint = model_dir.config, Checkpoint(model_dir.path)
+    config, checkpoint = model_dir.config, model_dir.checkpoint()
     plan = model_dir.family.plan(config)
     config.expect("initial_state_mode", ("random",), optional=True)
     if check_names_and_shapes(checkpoint, plan.tensors()) or plan.tied:

@@ -82,10 +82,18 @@ def build_rank(config: EngineConfig, ranks: "Ranks") -> PlainRunner:
 
 
 def _build(config: EngineConfig, ranks: "Ranks | None", progress: Progress = no_progress) -> BuiltRunner:
-    device = resolve_device(config.device, config.tensor_parallel_size)
+    device = resolve_device(config.device, config.tensor_parallel_size, config.quantization)
     if device.type == "cpu":
         log.info("%d CPU threads", set_threads(config.threads, config.tensor_parallel_size))
-    count = weight_bytes(config.model, config.dtype, config.load_format, config.max_loops, config.tensor_parallel_size)
+    count = weight_bytes(
+        config.model,
+        config.dtype,
+        config.load_format,
+        config.max_loops,
+        config.tensor_parallel_size,
+        config.quantization,
+        device,
+    )
     check_weights(config.model, count, free_memory(device))
     try:
         model = load_model(
@@ -99,6 +107,7 @@ def _build(config: EngineConfig, ranks: "Ranks | None", progress: Progress = no_
             parallel=ONE_RANK if ranks is None else ranks.parallel,
             progress=progress,
             gate_weights=config.gate_weights,
+            quantization=config.quantization,
         )
     except Exception as error:
         if not is_out_of_memory(error):
@@ -267,6 +276,7 @@ def engine_info(
         dtype=str(spec.dtype).removeprefix("torch."),
         eos_token_ids=spec.eos_token_ids,
         max_logprobs=num_likeliest(spec.vocab_size),
+        quantization=spec.quantization,
         notes=_notes(config, spec, layout, choice),
     )
 

@@ -23,15 +23,17 @@ THREADS_A_CORE = 8
 GIB = 1 << 30
 
 
-def resolve_device(name: str, ranks: int = 1) -> torch.device:
-    """'auto' is CUDA where there is a GPU, else the CPU. ConfigError when CUDA is asked for and not there, and where
-    several ranks cannot share a model on the device."""
+def resolve_device(name: str, ranks: int = 1, quantization: str | None = None) -> torch.device:
+    """'auto' is CUDA where there is a GPU, else the CPU. ConfigError when CUDA is asked for and not there, and where the
+    device cannot run several ranks or quantised weights."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: no CUDA device is available")
     if name == "cuda" and ranks > 1:
         raise ConfigError(f"tensor_parallel_size {ranks} needs device cpu: it is not built for GPUs yet, use replicas")
+    if name == "cuda" and quantization is not None:
+        raise ConfigError(f"quantization {quantization} needs device cpu: it is not built for GPUs yet")
     return torch.device(name)
 
 

@@ -7,10 +7,12 @@ from depthbatch.common.config import add_config_arguments, config_from_sources
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.tokenizer import load_tokenizer
 
+MIB = 1 << 20
 OPTIONS = (
     "load_format",
     "device",
     "dtype",
+    "quantization",
     "max_num_seqs",
     "kv_blocks",
     "block_size",
@@ -31,14 +33,17 @@ def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
     from depthbatch.worker.device import free_memory, resolve_device
     from depthbatch.worker.memory_plan import plan_memory
-    from depthbatch.worker.models.loader import open_model_dir, rank_counts, read_spec
+    from depthbatch.worker.models.loader import open_model_dir, rank_counts, read_spec, weight_bytes
     from depthbatch.worker.models.tensor_parallel import spelt
 
     config = config_from_sources(args, model=args.model)
     directory, ranks = resolve_model_dir(config.model), config.tensor_parallel_size
+    device = resolve_device(config.device, ranks, config.quantization)
     asked = config.model, config.dtype, config.load_format, config.max_loops
-    spec, share = (read_spec(*asked, n, gate_weights=config.gate_weights) for n in (1, ranks))
-    device = resolve_device(config.device, ranks)
+    options = config.quantization, device
+    spec, share = (read_spec(*asked, n, *options, gate_weights=config.gate_weights) for n in (1, ranks))
+    size = weight_bytes(*asked, 1, *options)
+    kind = f", {spec.quantization} layers" if spec.quantization else ""
     layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
     limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""
     rows = [
@@ -51,6 +56,7 @@ def run_info(args: argparse.Namespace) -> int:
         ("threshold", f"{spec.default_threshold:g}"),
         ("positions", str(spec.max_positions)),
         ("dtype", str(spec.dtype).removeprefix("torch.")),
+        ("weights", f"{size / MIB:.1f} MiB{kind}"),
         ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
         ("tensor parallel", spelt(rank_counts(open_model_dir(config.model, config.load_format)))),
     ]

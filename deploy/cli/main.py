@@ -60,6 +60,7 @@ BENCHMARKS = {
     "scheduler": Command("depthbatch.benchmarks.scheduler_cost", "scheduler_cost", "what the scheduler core costs"),
     "device-clock": Command("depthbatch.benchmarks.device_clock", "device_clock", "the simulated device's timing"),
     "accuracy": Command("depthbatch.benchmarks.accuracy", "accuracy", "exact match of the demo model's task"),
+    "perplexity": Command("depthbatch.benchmarks.perplexity", "perplexity", "of a text, by loops and kind of weights"),
 }
 
 

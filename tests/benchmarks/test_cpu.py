@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from depthbatch.benchmarks import cpu_speed as cpu
-from depthbatch.benchmarks import device_clock, scheduler_cost
+from depthbatch.benchmarks import cpu_step, device_clock, scheduler_cost
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.layers.cpu.library import cpu_kernels
@@ -28,7 +28,8 @@ def test_kernels_of_a_step_are_timed_beside_the_plain_way(tmp_path: Path) -> Non
     sizes = ["--batches", "2", "--contexts", "16", "--seconds", "0.001", "--threads", "1"]
     assert cpu.run_cpu(parsed("step", *sizes, "--output", str(output))) == 0
     rows = json.loads(output.read_text())["rows"]
-    assert [row["kernel"] for row in rows] == [*cpu.PRODUCTS, "attention at 16", "core step at 16"]
+    products = [name for product in cpu_step.products_of(cpu.SHAPE) for name in (product, f"int8 {product}")]
+    assert [row["kernel"] for row in rows] == [*products, "attention at 16", "core step at 16", "int8 core step at 16"]
     for row in rows:
         assert row["batch"] == 2 and row["bound_us"] > 0 and len(row["times_us"]) >= 2
         assert row["of_bound"] == pytest.approx(next(iter(row["times_us"].values())) / row["bound_us"])

@@ -92,6 +92,7 @@ class LockstepEngine:
             seed=config.seed,
             r_max=config.max_loops,
             state_init=config.state_init,
+            quantization=config.quantization,
         )
         self.config = config
         self._backend = backend

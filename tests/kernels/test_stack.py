@@ -1,5 +1,7 @@
 """A whole stack of blocks in one C call against its plain loop, bit for bit."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry,
 from depthbatch.worker.attention.cpu import CpuAttention
 from depthbatch.worker.layers import linear
 from depthbatch.worker.layers.blocks import Block, BlockStack
+from depthbatch.worker.layers.int8 import Weight, quantize
 from depthbatch.worker.layers.linear import GatedLinear, Linear
 from depthbatch.worker.layers.rotary import Rotation
 from fakes.attention_cases import Case, decode_rows, kernels_for, make_case, prefill_rows
@@ -38,15 +41,27 @@ class Context:
         return self.backend.prefill_stack(stack, x, rotation, self.rows)
 
 
+def as_it_is(weight: torch.Tensor) -> Weight:
+    return weight
+
+
 def make_stack(
-    case: Case, hidden: int, inner: int, huginn: bool, final: bool, llama: bool = False, qk_norm: bool = False
+    case: Case,
+    hidden: int,
+    inner: int,
+    huginn: bool,
+    final: bool,
+    llama: bool = False,
+    qk_norm: bool = False,
+    kind: Callable[[torch.Tensor], Weight] = as_it_is,
 ) -> BlockStack:
-    """Random blocks: Ouro's norm placement, or Huginn's with its bias, or Llama's without norms on branches' results."""
+    """Random blocks: Ouro's norm placement, or Huginn's with its bias, or Llama's without norms on branches' results. ``kind``
+    is given each weight."""
     g = case.geometry
     qkv_width, qk_width = (g.num_heads + 2 * g.num_kv_heads) * g.head_dim, (g.num_heads + g.num_kv_heads) * g.head_dim
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return case.randn(rows, columns) * columns**-0.5
+    def matrix(rows: int, columns: int) -> Weight:
+        return kind(case.randn(rows, columns) * columns**-0.5)
 
     def block() -> Block:
         return Block(
@@ -66,6 +81,7 @@ def make_stack(
     return BlockStack(tuple(block() for _ in range(LAYERS)), 0, huginn, 1e-6, case.randn(hidden) if final else None)
 
 
+@pytest.mark.parametrize("kind", ["own", "int8", "mixed", "int8 portable"])
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     group=st.sampled_from([1, 2]),
@@ -76,24 +92,35 @@ def make_stack(
     prefill=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_stack_equals_its_plain_loop(
-    dtype: torch.dtype, group: int, hidden: int, huginn: bool, llama: bool, final: bool, prefill: bool, seed: int
+    kind: str,
+    dtype: torch.dtype,
+    group: int,
+    hidden: int,
+    huginn: bool,
+    llama: bool,
+    final: bool,
+    prefill: bool,
+    seed: int,
 ) -> None:
-    """All norm placements, with and without bias and final norm, decode and prefill: outputs and K/V are equal bits.
+    """All norm placements, with and without bias and final norm, decode and prefill: outputs and K/V are equal bits, whether
+    weights are in their own type, int8, or one of the four products int8 and the others not.
 
     Two runs, the second with other rows: stale scratch or stale arguments of the first would show.
     """
     geometry = CacheGeometry(33, 16, 2 * group, 2, 16, (1, 3), dtype, torch.device("cpu"))
-    kernels = kernels_for("c")
+    kernels = kernels_for("portable" if kind == "int8 portable" else "c")
     fused, plain = make_case(geometry, kernels, seed), make_case(geometry, kernels, seed)
-    if kernels.by_type[dtype].stack is None:
+    if kernels.by_type[dtype].linear is None and kind in ("own", "mixed"):
         pytest.skip("this processor has no packed products")
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # where bf16 goes by tiles the stack is not fused, and can be all the same
         patch.setattr(linear, "_has_amx", lambda: False)
-        stack = make_stack(fused, hidden, 48, huginn, final, llama)
+        patch.setattr(linear, "cpu_kernels", lambda: kernels)
+        choices = {"own": as_it_is, "mixed": lambda w: quantize(w) if w.shape[1] == 48 else w}
+        stack = make_stack(fused, hidden, 48, huginn, final, llama, kind=choices.get(kind, quantize))
     for run in range(2):
         rows = (prefill_rows if prefill else decode_rows)(fused, 0, seed + run)
         n = len(rows.positions)

@@ -20,7 +20,15 @@ from depthbatch.worker.simulated import find_profile
 OURO = find_profile("h100-ouro-1.4b")
 KEYS = [
     *("policy", "w", "k", "tokens_per_s", "cb_tokens_per_s", "relative_to_cb", "s_dec", "s_e2e", "realized"),
-    *("prefill_share", "idle_share", "mean_depth", "mean_batch", "stage_steps", "scheduler_us_per_stage"),
+    *(
+        "prefill_share",
+        "stage_share",
+        "idle_share",
+        "mean_depth",
+        "mean_batch",
+        "stage_steps",
+        "scheduler_us_per_stage",
+    ),
     *("requests_finished", "preemptions", "duration_s", "acceptance", "draft_lanes_mean"),
 ]
 

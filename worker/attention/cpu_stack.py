@@ -18,11 +18,10 @@ from depthbatch.worker.layers.cpu.structs import (
     ROPE_INTERLEAVED,
     ROPE_SPLIT_HALF,
     BlockArgs,
-    PackedArgs,
     StackArgs,
     StackCall,
 )
-from depthbatch.worker.layers.linear import PackedProduct
+from depthbatch.worker.layers.linear import GatedLinear, Linear, PackedInt8Product, PackedProduct
 from depthbatch.worker.layers.rotary import Rotation
 
 KEPT_ROWS = 512  # scratch for more rows than this (long prefill) is given back after the call
@@ -36,6 +35,7 @@ class _Widths(NamedTuple):
     projected: int
     attended: int
     inner: int
+    quantised: int  # bytes; 0 where no layer is int8
 
 
 class FusedStack:
@@ -45,7 +45,7 @@ class FusedStack:
         self._args, self._widths, self._function = args, widths, function
         self._kept = kept  # tensors and structures that the arguments point to
         self._call = StackCall()
-        self._scratch: Tensor | None = None  # one area, cut by _point_into
+        self._scratch: tuple[Tensor, ...] = ()  # areas that _point_into has cut
         self._rows = 0  # rows the scratch has room for
 
     def run(self, x: Tensor, rotation: Rotation, row_address: int) -> Tensor:
@@ -60,17 +60,19 @@ class FusedStack:
         call.rope = ROPE_INTERLEAVED if rotation.interleaved else ROPE_SPLIT_HALF
         self._function(ctypes.addressof(self._args), row_address, ctypes.addressof(call))
         if self._rows > KEPT_ROWS:
-            self._scratch, self._rows = None, 0
+            self._scratch, self._rows = (), 0
         return out
 
     def _point_into(self, rows: int, like: Tensor) -> None:
         """Cuts fresh scratch for ``rows`` rows: normed | projected | attended | inner | branch."""
         w, call = self._widths, self._call
         strides = [w.hidden + ROW_PADDING, w.projected + ROW_PADDING, w.attended + ROW_PADDING, w.inner + ROW_PADDING]
-        self._scratch = like.new_empty(rows * (sum(strides) + w.hidden))
-        self._rows = rows
+        scratch = like.new_empty(rows * (sum(strides) + w.hidden))
+        quantised = torch.empty(rows * w.quantised, dtype=torch.int8)
+        self._scratch, self._rows = (scratch, quantised), rows
         call.normed_stride, call.projected_stride, call.attended_stride, call.inner_stride = strides
-        address, size = self._scratch.data_ptr(), like.element_size()
+        call.quantised = quantised.data_ptr()
+        address, size = scratch.data_ptr(), like.element_size()
         for name, stride in zip(("normed", "projected", "attended", "inner"), strides, strict=True):
             setattr(call, name, address)
             address += rows * stride * size
@@ -81,7 +83,7 @@ def fuse(
     stack: BlockStack, geometry: CacheGeometry, kernels: TypedKernels, layer_addresses: Sequence[int]
 ) -> FusedStack | None:
     """None when the kernels cannot run this stack as a whole."""
-    if kernels.stack is None or not all(_fusible(block, geometry) for block in stack.blocks):
+    if not all(_fusible(block, geometry) for block in stack.blocks):
         return None
     if stack.final_norm is not None and not _plain_vector(stack.final_norm, geometry):
         return None
@@ -105,13 +107,21 @@ def fuse(
         first.qkv.out_features,
         first.out.in_features,
         max(b.down.in_features for b in stack.blocks),
+        max(_packed(layer).row_bytes for b in stack.blocks for layer in (b.qkv, b.out, b.gate_up, b.down)),
     )
     return FusedStack(args, widths, kernels.stack, [stack, blocks])
 
 
+def _packed(layer: Linear | GatedLinear) -> PackedProduct | PackedInt8Product:
+    assert isinstance(layer.product, PackedProduct | PackedInt8Product)
+    return layer.product
+
+
 def _fusible(block: Block, geometry: CacheGeometry) -> bool:
-    products = (block.qkv.product, block.out.product, block.gate_up.product, block.down.product)
-    packed = all(isinstance(p, PackedProduct) and p.packed.dtype is geometry.dtype for p in products)
+    packed = all(
+        isinstance(p, PackedProduct | PackedInt8Product) and p.takes(geometry.dtype)
+        for p in (block.qkv.product, block.out.product, block.gate_up.product, block.down.product)
+    )
     if not packed or block.norm_in is None or block.norm_mlp_in is None or block.q_norm is not None:
         return False
     vectors = (block.norm_in, block.norm_mlp_in, block.norm_out, block.norm_mlp_out, block.qk_bias)
@@ -137,13 +147,8 @@ def _block_args(block: Block, geometry: CacheGeometry, layer_address: int) -> Bl
         q_bias=bias,
         k_bias=k_bias,
         cache=layer_address,
-        qkv=_packed_args(block.qkv.product),
-        out=_packed_args(block.out.product),
-        gate_up=_packed_args(block.gate_up.product),
-        down=_packed_args(block.down.product),
+        qkv=_packed(block.qkv).args,
+        out=_packed(block.out).args,
+        gate_up=_packed(block.gate_up).args,
+        down=_packed(block.down).args,
     )
-
-
-def _packed_args(product: object) -> PackedArgs:
-    assert isinstance(product, PackedProduct)
-    return PackedArgs(packed=product.packed.data_ptr(), cols=product.columns, k=product.width, gated=product.gated)

@@ -1,9 +1,11 @@
 """Linear layers, their weights reordered once for the processor where that pays.
 
 Three ways, by what the processor has: our packed AVX-512 products (every row's bits are independent of the batch),
-oneDNN's blocked bf16 weights (AMX; private torch operators), F.linear everywhere else.
+oneDNN's blocked bf16 weights (AMX; private torch operators), F.linear everywhere else. Int8 weights have one, ours, and
+its twin in torch.
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthbatch.worker.layers.cpu.library import Kernels, cpu_kernels
+from depthbatch.worker.layers.cpu.structs import PackedArgs
+from depthbatch.worker.layers.int8 import Int8Weight, Weight, int8_product
 from depthbatch.worker.layers.ops import small_ops
 
 Product = Callable[[Tensor], Tensor]
@@ -25,20 +29,20 @@ class Linear:
     inputs each, makes the whole output [N, out] out of theirs.
     """
 
-    def __init__(self, weight: Tensor, sum_of_ranks: Product | None = None) -> None:
+    def __init__(self, weight: Weight, sum_of_ranks: Product | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         product = choose_product(weight)
         self.product: Product = product if sum_of_ranks is None else lambda x: sum_of_ranks(product(x))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out], in the type of the weight."""
+        """x [N, in] -> [N, out], in the type of the weight; of an int8 weight in that of x."""
         return self.product(x)
 
 
 class GatedLinear:
     """silu(gate) * up, where gate and up are the halves of x @ weight.T; weight [2I, in]."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Weight) -> None:
         self.out_features, self.in_features = weight.shape[0] // 2, weight.shape[1]
         self.product = choose_product(weight, gated=True)
 
@@ -50,12 +54,23 @@ class GatedLinear:
 class PackedProduct:
     """x @ weight.T by the C kernels; gated: the fused silu_mul of it, rounded where the separate operators round."""
 
+    row_bytes = 0  # of scratch
+
     def __init__(self, weight: Tensor, kernels: Kernels, gated: bool = False) -> None:
         product = kernels.by_type[weight.dtype].linear
         assert product is not None
         self.columns, self.width = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
         self.packed = kernels.pack(weight, gated)
         self.gated, self._address, self._call = gated, self.packed.data_ptr(), product
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether inputs may be of a type."""
+        return self.packed.dtype is dtype
+
+    @property
+    def args(self) -> PackedArgs:
+        """The layer as the kernels know it."""
+        return PackedArgs(packed=self._address, scales=None, cols=self.columns, k=self.width, gated=self.gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, columns]."""
@@ -65,6 +80,39 @@ class PackedProduct:
         n = x.numel() // self.width
         out = x.new_empty((*x.shape[:-1], self.columns))
         self._call(out.data_ptr(), x.data_ptr(), self._address, n, self.columns, self.width, self.gated)
+        return out
+
+
+class PackedInt8Product:
+    """int8_product by the C kernels, bit for bit; gated: the fused silu_mul of it."""
+
+    def __init__(self, weight: Int8Weight, kernels: Kernels, gated: bool = False) -> None:
+        self.columns, self.width = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
+        self.packed = kernels.pack_int8(weight, gated)
+        self._by_type = {dtype: typed.int8_linear for dtype, typed in kernels.by_type.items()}
+        self.row_bytes = kernels.int8_row_bytes(self.width)
+        self.args = PackedArgs(
+            packed=self.packed.values.data_ptr(),
+            scales=self.packed.scales.data_ptr(),
+            cols=self.columns,
+            k=self.width,
+            gated=gated,
+        )
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether inputs may be of a type."""
+        return dtype in self._by_type
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, in] -> [N, columns]."""
+        if x.dtype not in self._by_type or x.shape[-1] != self.width:
+            raise TypeError(f"input is {x.dtype} [.., {x.shape[-1]}], not fp32 or bf16 [.., {self.width}]")
+        x = x.contiguous()
+        n = x.numel() // self.width
+        out = x.new_empty((*x.shape[:-1], self.columns))
+        quantised = torch.empty(n * self.row_bytes, dtype=torch.int8)
+        layer = ctypes.addressof(self.args)
+        self._by_type[x.dtype](out.data_ptr(), x.data_ptr(), layer, n, quantised.data_ptr())
         return out
 
 
@@ -82,8 +130,13 @@ class BlockedProduct:
         return out
 
 
-def choose_product(weight: Tensor, gated: bool = False) -> Product:
-    """The fastest product for a weight [out, in] on its device."""
+def choose_product(weight: Weight, gated: bool = False) -> Product:
+    """The fastest product for a weight [out, in] on its device; int8 weights are for the CPU."""
+    if isinstance(weight, Int8Weight):
+        kernels = cpu_kernels()
+        if kernels is not None and not (gated and weight.shape[0] % 2):
+            return PackedInt8Product(weight, kernels, gated)
+        return _with_silu_mul(lambda x: int8_product(x, weight), gated)
     plain = type(weight) is Tensor and weight.is_cpu and not weight.requires_grad
     if plain and weight.dtype is torch.bfloat16 and _has_amx():
         return _with_silu_mul(BlockedProduct(weight), gated)

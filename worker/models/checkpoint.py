@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from depthbatch.common import text_files
 from depthbatch.common.errors import ModelError
+from depthbatch.worker.layers.int8 import Int8Weight, quantize
 from depthbatch.worker.models.family import TensorTable
 from depthbatch.worker.models.tensor_parallel import ONE_RANK, Split, Splits, TensorParallel
 from depthbatch.worker.sampling.random_numbers import bits_of_key, row_key
@@ -59,6 +60,8 @@ class Checkpoint:
     Raises ModelError when there are none, one is missing, or one cannot be read.
     """
 
+    quantized: frozenset[str] = frozenset()  # weights that are stored in int8
+
     def __init__(self, path: Path, files: tuple[Path, ...] | None = None) -> None:
         self.path = files[0] if files is not None and len(files) == 1 else path  # what errors of no single file name
         self._handles: dict[Path, Any] = {}
@@ -100,7 +103,11 @@ class Checkpoint:
 
     def num_bytes(self, name: str) -> int:
         """Of a stored tensor, as it is stored."""
-        part = self._open(self.file_of[name]).get_slice(name)
+        return self.bytes_in(self.file_of[name], name)
+
+    def bytes_in(self, file: Path, name: str) -> int:
+        """Of a tensor that a file holds."""
+        part = self._open(file).get_slice(name)
         return int(math.prod(part.get_shape())) * _bits(part.get_dtype()) // 8
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -109,7 +116,12 @@ class Checkpoint:
 
     def tensor(self, name: str, split: Split | None = None, parallel: TensorParallel = ONE_RANK) -> torch.Tensor:
         """A stored tensor on the CPU in its stored type; of one that is split, the rank's share."""
-        file = self.file_of[name]
+        return self.read(self.file_of[name], name, split, parallel)
+
+    def read(
+        self, file: Path, name: str, split: Split | None = None, parallel: TensorParallel = ONE_RANK
+    ) -> torch.Tensor:
+        """A tensor that a file holds, or the rank's share of it."""
         try:
             if split is not None:
                 return split.cut(self._open(file).get_slice(name), parallel)
@@ -117,6 +129,10 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: tensor '{name}' cannot be read ({error})") from None
         return tensor
+
+    def int8(self, name: str) -> Int8Weight:
+        """One of ``quantized``, as it is stored."""
+        raise NotImplementedError(f"tensor '{name}' is stored whole")
 
     def first_dtype(self) -> str:
         """Type name of the first tensor, as torch spells it."""
@@ -212,9 +228,19 @@ class CheckpointSource:
         tensor = stored.to(self._device, dtype or self._dtype).contiguous()
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # one pass; NaN and infinity both survive a sum
             raise ModelError(f"{self._checkpoint.file_of[name]}: tensor '{name}' holds NaN or infinite values")
+        self._has_read(name)
+        return tensor
+
+    def take_int8(self, name: str) -> Int8Weight:
+        """A weight [out, in] in int8, as it is stored or quantised now."""
+        if name not in self._checkpoint.quantized:
+            return quantize(self.take(name, torch.float32))
+        self._has_read(name)
+        return self._checkpoint.int8(name)
+
+    def _has_read(self, name: str) -> None:
         self._done += self._checkpoint.num_bytes(name)
         self._progress(min(self._done, self._total), self._total)
-        return tensor
 
 
 class DummySource:
@@ -244,6 +270,10 @@ class DummySource:
         whole = self._whole(name, dtype or self._dtype)
         split = self._splits.get(name)
         return whole if split is None else split.cut(whole, self._parallel).contiguous()
+
+    def take_int8(self, name: str) -> Int8Weight:
+        """The same quantised."""
+        return quantize(self.take(name, torch.float32))
 
     def _whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         shape = self._shapes[name]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.layers.blocks import AttentionContext
+from depthbatch.worker.layers.int8 import Weight
 from depthbatch.worker.layers.linear import Linear
 from depthbatch.worker.layers.ops import rope_split_half
 from depthbatch.worker.layers.rotary import Rope, RotaryTable
@@ -182,7 +183,8 @@ class DoryFamily:
             shapes |= of_block
         prelude, core, _ = _stages(config)
         in_core = frozenset(name for of_block in blocks[prelude : prelude + core] for name in of_block)
-        return TensorTable(shapes, core=in_core, looked_up=frozenset({EMBEDDING}))
+        linears = frozenset(name for of_block in blocks for name in of_block if name.endswith("_proj.weight"))
+        return TensorTable(shapes, core=in_core, looked_up=frozenset({EMBEDDING}), linears=linears)
 
     def side_tensors(self, config: ConfigReader) -> dict[str, TensorTable]:
         return {}
@@ -206,22 +208,22 @@ class DoryFamily:
 def _block(
     inputs: BuildInputs, config: ConfigReader, spec: ModelSpec, number: int, slides: bool, sigma: float
 ) -> DoryBlock:
-    def take(name: str, mlp: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return inputs.take(f"backbone.layers.{2 * number + mlp}.{name}", dtype)
-
     def vector(name: str, mlp: bool = False) -> torch.Tensor:
-        return take(name, mlp, torch.float32)
+        return inputs.take(f"backbone.layers.{2 * number + mlp}.{name}", torch.float32)
+
+    def matrix(*names: str, mlp: bool = False) -> Weight:
+        return inputs.matrix(*(f"backbone.layers.{2 * number + mlp}.mixer.{name}_proj.weight" for name in names))
 
     width, step = spec.hidden_size, config.number("ngpt_alpha_init") / sigma
     return DoryBlock(
-        qkvg=Linear(torch.cat([take(f"mixer.{part}_proj.weight") for part in "qkvg"])),
+        qkvg=Linear(matrix(*"qkvg")),
         q_scale=(vector("mixer.sqk") * math.sqrt(spec.head_dim) / sigma).square(),
         gate_scale=(vector("mixer.s_gate") * width**0.25 / sigma).square(),
-        out=Linear(take("mixer.o_proj.weight")),
+        out=Linear(matrix("o")),
         attention_step=(vector("attn_alpha") * step).abs(),
-        gate_up=Linear(torch.cat([take(f"mixer.{part}_proj.weight", True) for part in ("gate", "up")])),
+        gate_up=Linear(matrix("gate", "up", mlp=True)),
         gate_up_scale=torch.cat([vector(f"mixer.suv_{part}", True) for part in ("gate", "up")]) * math.sqrt(width),
-        down=Linear(take("mixer.down_proj.weight", True)),
+        down=Linear(matrix("down", mlp=True)),
         mlp_step=(vector("mlp_alpha", True) * step).abs(),
         slides=slides,
     )

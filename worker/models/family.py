@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from depthbatch.common.errors import ConfigError
+from depthbatch.common.errors import ConfigError, ModelError
+from depthbatch.worker.layers.int8 import Weight, join
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.tensor_parallel import ONE_RANK, Splits, TensorParallel
@@ -31,6 +32,7 @@ class TensorTable:
     ignored_suffixes: tuple[str, ...] = ()  # stored by some versions, recomputed by us
     core: frozenset[str] = frozenset()  # those every loop uses
     looked_up: frozenset[str] = frozenset()  # those no token is multiplied by: an untied embedding, gates
+    linears: frozenset[str] = frozenset()  # [out, in], those that int8 is for; without any, the model is not quantised
     splits: Splits = field(default_factory=dict)  # those that ranks share; without any, the model runs on one
     of_one_rank: frozenset[str] = frozenset()  # optional; a model that has one of them runs on one
 
@@ -49,15 +51,29 @@ class TakeTensor(Protocol):
     def __call__(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
 
 
+class TakeLinear(Protocol):
+    """Hands out one of TensorTable.linears, as ``take`` does, or quantised."""
+
+    def __call__(self, name: str) -> Weight: ...
+
+
 class BuildInputs(NamedTuple):
     """What a family builds a model from."""
 
     take: TakeTensor
+    take_linear: TakeLinear
     optional_present: frozenset[str]  # which of TensorTable.optional the checkpoint holds
     side: Mapping[str, Mapping[str, torch.Tensor]]  # fp32 tensors of each side file found
     device: torch.device
     state_init: str  # "zero" or "seeded"
     parallel: TensorParallel = ONE_RANK
+
+    def matrix(self, *names: str) -> Weight:
+        """The weight of a linear layer, whose outputs are those of ``names`` (of TensorTable.linears) in order."""
+        parts = [self.take_linear(name) for name in names]
+        if len({type(part) for part in parts}) > 1:
+            raise ModelError(f"'{names[0]}' to '{names[-1]}' run as one layer, but some are quantised and some are not")
+        return join(parts)
 
 
 class ModelFamily(Protocol):

@@ -43,6 +43,7 @@ class ModelSpec:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    quantization: str | None = None  # how layers run where not in ``dtype``
     windows: tuple[int, ...] = ()  # by cache layer, tokens a query sees, itself included; 0 or no entry: all
 
     def of_a_rank(self, ranks: int) -> "ModelSpec":

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.layers.blocks import AttentionContext, Block, BlockStack
+from depthbatch.worker.layers.int8 import Weight
 from depthbatch.worker.layers.linear import GatedLinear, Linear
 from depthbatch.worker.layers.rotary import Rope, RotaryTable
 from depthbatch.worker.models.config_reader import ConfigReader
@@ -43,6 +44,10 @@ class BlockNames:
     qk_bias: str = ""  # [2, 1, H, Dh]
     q_norm: str = ""
     k_norm: str = ""
+
+    def linears(self) -> tuple[str, ...]:
+        """Those of the linear layers."""
+        return *self.qkv, self.out, *self.gate_up, self.down
 
 
 LLAMA_BLOCK = BlockNames(
@@ -139,6 +144,7 @@ class Plan:
             ignored_suffixes=self.ignored_suffixes,
             core=frozenset(core),
             looked_up=frozenset(self.gates) | (frozenset() if self.tied else {self.embedding}),
+            linears=frozenset(prefix + name for prefix in self.prefixes() for name in self.block.linears()),
             splits={
                 prefix + name: split
                 for prefix in self.prefixes()
@@ -360,9 +366,8 @@ def _block(inputs: BuildInputs, prefix: str, names: BlockNames) -> Block:
     def take(name: str) -> torch.Tensor | None:
         return inputs.take(prefix + name) if name else None
 
-    def matrix(*parts: str) -> torch.Tensor:
-        taken = [inputs.take(prefix + part) for part in parts]
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+    def matrix(*parts: str) -> Weight:
+        return inputs.matrix(*(prefix + part for part in parts))
 
     sum_of_ranks = inputs.parallel.all_reduce if inputs.parallel.size > 1 else None
     bias = take(names.qk_bias)

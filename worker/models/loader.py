@@ -6,14 +6,15 @@ the file, tensor or field. Knows no architecture: ``models.registry`` finds the 
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from depthbatch.common.errors import ConfigError
+from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.worker.layers.int8 import SCALE_BYTES, Weight
 from depthbatch.worker.models.checkpoint import (
     Checkpoint,
     CheckpointSource,
@@ -23,6 +24,7 @@ from depthbatch.worker.models.checkpoint import (
     no_progress,
     read_json,
 )
+from depthbatch.worker.models.compressed import CompressedCheckpoint, quantizes_activations
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import BuildInputs, ModelFamily, SpecOptions, TensorTable
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
@@ -30,6 +32,7 @@ from depthbatch.worker.models.registry import find_family
 from depthbatch.worker.models.tensor_parallel import ONE_RANK, TensorParallel, degrees, spelt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INT8_TYPES = (torch.bfloat16, torch.float32)  # of activations that are quantised
 LOAD_FORMATS = ("auto", "dummy")
 STATE_INITS = ("zero", "seeded")
 
@@ -42,7 +45,12 @@ class ModelDir:
     config: ConfigReader
     family: ModelFamily
     dummy: bool  # weights are made up, not read
+    bytes_of_inputs: bool | None  # of a checkpoint that is quantised: whether inputs of layers are, too
     gate_weights: Path | None = None  # a gate file or a directory of such, before those beside the model
+
+    def checkpoint(self) -> Checkpoint:
+        """Its weights. Raises ModelError."""
+        return Checkpoint(self.path) if self.bytes_of_inputs is None else CompressedCheckpoint(self.path)
 
     def side_files(self) -> dict[str, Path]:
         """The gate files that its family can use, by name. Raises ModelError or ConfigError for ``gate_weights``."""
@@ -90,7 +98,7 @@ def open_model_dir(name: str, load_format: str = "auto", gate_weights: str | Non
             config.values.get("eos_token_id"), generation.get("eos_token_id"), by_tokenizer
         )
     gates = None if gate_weights is None else Path(gate_weights).expanduser()
-    return ModelDir(path, config, family, load_format == "dummy", gates)
+    return ModelDir(path, config, family, load_format == "dummy", quantizes_activations(config), gates)
 
 
 def _json_if_there(file: Path) -> dict[str, Any]:
@@ -134,7 +142,7 @@ def resolve_dtype(model_dir: ModelDir, dtype: str) -> torch.dtype:
     config = model_dir.config
     stored = config.values.get("dtype") or config.values.get("torch_dtype")
     if stored is None:
-        stored = "float32" if model_dir.dummy else Checkpoint(model_dir.path).first_dtype()
+        stored = "float32" if model_dir.dummy else model_dir.checkpoint().first_dtype()
     if not isinstance(stored, str) or stored.removeprefix("torch.") not in DTYPES:
         raise config.fail(f"the model's dtype {stored!r} is not supported; choose --dtype {' or '.join(DTYPES)}")
     return DTYPES[stored.removeprefix("torch.")]
@@ -146,37 +154,83 @@ def read_spec(
     load_format: str = "auto",
     r_max: int | None = None,
     ranks: int = 1,
+    quantization: str | None = None,
+    device: str | torch.device = "cpu",
     gate_weights: str | None = None,
 ) -> ModelSpec:
     """The facts of a model, or of one rank's share of it, without loading weights. Raises ModelError, or ConfigError for
     a bad option."""
-    return _spec(open_model_dir(path_or_name, load_format, gate_weights), dtype, r_max, ranks)
+    model_dir = open_model_dir(path_or_name, load_format, gate_weights)
+    return _spec(model_dir, dtype, r_max, ranks, quantization, torch.device(device))
 
 
 def weight_bytes(
-    path_or_name: str, dtype: str = "auto", load_format: str = "auto", r_max: int | None = None, ranks: int = 1
+    path_or_name: str,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    r_max: int | None = None,
+    ranks: int = 1,
+    quantization: str | None = None,
+    device: str | torch.device = "cpu",
 ) -> int:
     """Bytes of one rank's weights, gate files apart. Raises like ``read_spec``."""
     model_dir = open_model_dir(path_or_name, load_format)
-    spec, table = _spec(model_dir, dtype, r_max, ranks), model_dir.family.tensors(model_dir.config)
-    counts = {name: math.prod(shape) for name, shape in table.required.items()}
-    return sum(-(-n // ranks) if name in table.splits else n for name, n in counts.items()) * spec.dtype.itemsize
+    spec = _spec(model_dir, dtype, r_max, ranks, quantization, torch.device(device))
+    table = model_dir.family.tensors(model_dir.config)
+    int8 = _int8_layers(model_dir, spec, table, quantization)
+
+    def size(name: str, shape: tuple[int, ...]) -> int:
+        count = math.prod(shape)
+        if name in int8:
+            return count + shape[0] * SCALE_BYTES
+        return (-(-count // ranks) if name in table.splits else count) * spec.dtype.itemsize
+
+    return sum(size(name, shape) for name, shape in table.required.items())
+
+
+def _resolve_quantization(
+    model_dir: ModelDir, asked: str | None, dtype: torch.dtype, ranks: int, device: torch.device
+) -> str | None:
+    """What layers run as: as it is asked for, else as the checkpoint has it where that can run; elsewhere its weights are
+    made whole. Raises ConfigError."""
+    can = device.type == "cpu" and ranks == 1 and dtype in INT8_TYPES
+    if asked is None:
+        return "int8" if model_dir.bytes_of_inputs and can else None
+    if dtype not in INT8_TYPES:
+        types = " or ".join(str(one).removeprefix("torch.") for one in INT8_TYPES)
+        raise ConfigError(f"quantization {asked} needs dtype {types}, not {str(dtype).removeprefix('torch.')}")
+    if not model_dir.family.tensors(model_dir.config).linears:
+        name = model_dir.family.name
+        raise ConfigError(f"quantization {asked}: {name} models do not say which tensors are linear layers")
+    return asked
+
+
+def _int8_layers(model_dir: ModelDir, spec: ModelSpec, table: TensorTable, asked: str | None) -> frozenset[str]:
+    """The tensors that run in int8: all linear layers where it is asked for, else those that the checkpoint has so."""
+    if spec.quantization is None:
+        return frozenset()
+    if asked is not None or model_dir.dummy:
+        return table.linears
+    return table.linears & model_dir.checkpoint().quantized
 
 
 def rank_counts(model_dir: ModelDir) -> tuple[int, ...]:
     """Numbers of ranks that can share a model, ascending. Raises ModelError."""
     table = model_dir.family.tensors(model_dir.config)
-    if table.of_one_rank and not model_dir.dummy and table.of_one_rank & Checkpoint(model_dir.path).file_of.keys():
+    if table.of_one_rank and not model_dir.dummy and table.of_one_rank & model_dir.checkpoint().file_of.keys():
         return (1,)
     return degrees(table.splits.values())
 
 
-def _spec(model_dir: ModelDir, dtype: str, r_max: int | None, ranks: int) -> ModelSpec:
+def _spec(
+    model_dir: ModelDir, dtype: str, r_max: int | None, ranks: int, quantization: str | None, device: torch.device
+) -> ModelSpec:
     options = SpecOptions(resolve_dtype(model_dir, dtype), r_max, frozenset(model_dir.side_files()))
     spec = model_dir.family.spec(model_dir.config, options)
     if ranks > 1 and ranks not in (known := rank_counts(model_dir)):
         raise ConfigError(f"tensor_parallel_size {ranks}: this {spec.architecture} model runs on {spelt(known)}")
-    return spec.of_a_rank(ranks)
+    resolved = _resolve_quantization(model_dir, quantization, spec.dtype, ranks, device)
+    return replace(spec.of_a_rank(ranks), quantization=resolved)
 
 
 def load_model(
@@ -190,6 +244,7 @@ def load_model(
     parallel: TensorParallel = ONE_RANK,
     progress: Progress = no_progress,
     gate_weights: str | None = None,
+    quantization: str | None = None,
 ) -> LoopedModel:
     """A model with its weights on ``device``.
 
@@ -204,27 +259,37 @@ def load_model(
         parallel: the rank whose share is loaded.
         progress: told of the bytes of weights that are read, and of how many there are.
         gate_weights: a gate file, or a directory of such, before those beside the model.
+        quantization: 'int8' keeps the layers' weights in a byte each; for the CPU and one rank.
 
     Raises ModelError for anything wrong with the directory, ConfigError for a bad option.
     """
     if state_init not in STATE_INITS:
         raise ConfigError(f"state_init '{state_init}' is not one of {', '.join(STATE_INITS)}")
     model_dir = open_model_dir(path_or_name, load_format, gate_weights)
-    spec = _spec(model_dir, dtype, r_max, parallel.size)
-    table = model_dir.family.tensors(model_dir.config)
     device = torch.device(device)
+    spec = _spec(model_dir, dtype, r_max, parallel.size, quantization, device)
+    table = model_dir.family.tensors(model_dir.config)
     source: DummySource | CheckpointSource
     if model_dir.dummy:
         optional: frozenset[str] = frozenset()
         source = DummySource(table, spec.dtype, device, seed, parallel)
     else:
-        checkpoint = Checkpoint(model_dir.path)
+        checkpoint = model_dir.checkpoint()
         optional = check_names_and_shapes(checkpoint, table)
         source = CheckpointSource(checkpoint, spec.dtype, device, table.splits, parallel, progress)
     tables = model_dir.family.side_tensors(model_dir.config)
     side = {name: _side_tensors(path, tables[name], device) for name, path in model_dir.side_files().items()}
-    inputs = BuildInputs(source.take, optional, side, device, state_init, parallel)
-    return model_dir.family.build(model_dir.config, spec, inputs)
+    int8, taken = _int8_layers(model_dir, spec, table, quantization), set()
+
+    def take_linear(name: str) -> Weight:
+        taken.add(name)
+        return source.take_int8(name) if name in int8 else source.take(name)
+
+    inputs = BuildInputs(source.take, take_linear, optional, side, device, state_init, parallel)
+    model = model_dir.family.build(model_dir.config, spec, inputs)
+    if forgotten := int8 - taken:
+        raise ModelError(f"{spec.architecture} does not take '{min(forgotten)}' as a linear layer: it is not quantised")
+    return model
 
 
 def _side_tensors(path: Path, table: TensorTable, device: torch.device) -> dict[str, torch.Tensor]:

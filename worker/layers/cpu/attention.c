@@ -33,6 +33,7 @@ INLINE int64_t decode_share(int64_t items) {
 /* 16 accumulators -> their 16 sums, in one tree. */
 INLINE vf reduce_lanes(const __m512 *a) {
     __m512 u[4];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         __m512 t0 = _mm512_add_ps(_mm512_unpacklo_ps(a[4 * i], a[4 * i + 1]), _mm512_unpackhi_ps(a[4 * i], a[4 * i + 1]));
         __m512 t1 =

@@ -23,18 +23,16 @@ INLINE vf NAME(scores)(const T *q, const T *k, const T *next, int n, int dh) {
     float s[LANES];
     int d = 0;
 #ifdef __AVX512F__
-    const T *key[TILE];
     __m512 acc[TILE];
-    for (int t = 0; t < TILE; t++) {
-        key[t] = k + (t < n ? t * dh : 0);
-        acc[t] = _mm512_setzero_ps();
-    }
+#define KEY(t) (k + ((t) < n ? (t) * dh : 0))
+#pragma GCC unroll 16
+    for (int t = 0; t < TILE; t++) acc[t] = _mm512_setzero_ps();
 #ifdef DOT_BF16
     for (; d + 32 <= dh; d += 32) {
         __m512bh qd = (__m512bh)_mm512_loadu_si512(q + d);
 #pragma GCC unroll 16
         for (int t = 0; t < TILE; t++) {
-            acc[t] = _mm512_dpbf16_ps(acc[t], (__m512bh)_mm512_loadu_si512(key[t] + d), qd);
+            acc[t] = _mm512_dpbf16_ps(acc[t], (__m512bh)_mm512_loadu_si512(KEY(t) + d), qd);
             __builtin_prefetch(next + t * dh + d, 0, 2);
         }
     }
@@ -43,14 +41,15 @@ INLINE vf NAME(scores)(const T *q, const T *k, const T *next, int n, int dh) {
         vf qd = LOAD(q + d);
 #pragma GCC unroll 16
         for (int t = 0; t < TILE; t++) {
-            acc[t] = (__m512)((vf)acc[t] + LOAD(key[t] + d) * qd);
+            acc[t] = (__m512)((vf)acc[t] + LOAD(KEY(t) + d) * qd);
             if (sizeof(T) == 4) __builtin_prefetch(next + t * dh + d, 0, 2);
         }
     }
     if (d < dh) {
         vf qd = NAME(load_tail)(q + d);
-        for (int t = 0; t < TILE; t++) acc[t] = (__m512)((vf)acc[t] + NAME(load_tail)(key[t] + d) * qd);
+        for (int t = 0; t < TILE; t++) acc[t] = (__m512)((vf)acc[t] + NAME(load_tail)(KEY(t) + d) * qd);
     }
+#undef KEY
     (void)s;
     return reduce_lanes(acc);
 #else
@@ -133,7 +132,8 @@ INLINE void NAME(tile)(
 ) {
     static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vi valid = (load_f32(lane) < (float)n) & (load_f32(lane) >= (float)first);
-    vf s = blend(valid, NAME(scores)(q, k, next_k, n, dh) * scale, splat(-INFINITY));
+    const vf products = n == TILE ? NAME(scores)(q, k, next_k, TILE, dh) : NAME(scores)(q, k, next_k, n, dh);
+    vf s = blend(valid, products * scale, splat(-INFINITY));
     float top = hmax(s);
     if (top > *m) {
         float shrink = *m == -INFINITY ? 0.0f : vexp(splat(*m - top))[0];
@@ -272,12 +272,22 @@ INLINE void NAME(attend_run)(
                     int64_t from = layer->window ? first + c + 1 - layer->window - (start + t) : 0;
                     if (from >= n) continue;
                     from = from < 0 ? 0 : from;
-                    for (int i = (h * count + c) * group; i < (h * count + c + 1) * group; i++)
-                        NAME(tile)(
-                            run.q + i * dh, run.acc + i * dh, run.m + i, run.l + i, (const T *)layer->k_cache + at,
-                            (const T *)layer->v_cache + at, (const T *)layer->k_cache + next,
-                            (const T *)layer->v_cache + next, (int)from, (int)n, dh, layer->scale
-                        );
+                    const T *k = (const T *)layer->k_cache, *v = (const T *)layer->v_cache;
+                    for (int i = (h * count + c) * group; i < (h * count + c + 1) * group; i++) {
+#define TILE_OF(width) \
+    NAME(tile)( \
+        run.q + i * dh, run.acc + i * dh, run.m + i, run.l + i, k + at, v + at, k + next, v + next, (int)from, (int)n, width, \
+        layer->scale \
+    )
+                        if (dh == 64) {
+                            TILE_OF(64);
+                        } else if (dh == 128) {
+                            TILE_OF(128);
+                        } else {
+                            TILE_OF(dh);
+                        }
+#undef TILE_OF
+                    }
                 }
             }
         }

@@ -20,8 +20,11 @@ EXPORT int64_t db_read(const char *from, int64_t bytes) {
     return sum;
 }
 
-/* Multiply-adds of `rounds` rounds in registers by every thread, two operations each; returns how many operations. */
-EXPORT int64_t db_multiply(int64_t rounds, int32_t is_bf16, float *result) {
+enum { MULTIPLY_FP32 = 0, MULTIPLY_BF16 = 1, MULTIPLY_INT8 = 2 };
+
+/* Multiply-adds of `rounds` rounds in registers by every thread, two operations each; returns how many operations. A kind
+ * that the processor has no vector instruction for is measured in fp32. */
+EXPORT int64_t db_multiply(int64_t rounds, int32_t kind, float *result) {
     int64_t operations = 0;
     float total = 0;
 #pragma omp parallel reduction(+ : operations, total)
@@ -30,13 +33,23 @@ EXPORT int64_t db_multiply(int64_t rounds, int32_t is_bf16, float *result) {
         vf a0 = splat(1), a1 = a0 * 2, a2 = a0 * 3, a3 = a0 * 4, a4 = a0 * 5, a5 = a0 * 6, a6 = a0 * 7, a7 = a0 * 8;
         const vf w = splat(1e-30f);
 #ifdef __AVX512BF16__
-        if (is_bf16) {
+        if (kind == MULTIPLY_BF16) {
             for (int64_t i = 0; i < rounds; i++) {
 #define STEP(a) a = (vf)_mm512_dpbf16_ps((__m512)a, (__m512bh)w, (__m512bh)w); __asm__ volatile("" : "+v"(a));
                 STEP(a0) STEP(a1) STEP(a2) STEP(a3) STEP(a4) STEP(a5) STEP(a6) STEP(a7)
 #undef STEP
             }
             operations += rounds * 8 * 64;
+        } else
+#endif
+#ifdef __AVX512VNNI__
+        if (kind == MULTIPLY_INT8) {
+            for (int64_t i = 0; i < rounds; i++) {
+#define STEP(a) a = (vf)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)w); __asm__ volatile("" : "+v"(a));
+                STEP(a0) STEP(a1) STEP(a2) STEP(a3) STEP(a4) STEP(a5) STEP(a6) STEP(a7)
+#undef STEP
+            }
+            operations += rounds * 8 * 128;
         } else
 #endif
         {

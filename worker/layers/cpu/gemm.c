@@ -47,6 +47,7 @@ EXPORT void db_pack(char *packed, const char *weight, int64_t cols, int64_t k, i
 #define MULTIPLY_ADD(acc, w, x) _mm512_fmadd_ps(w, x, acc)
 #define OPERAND __m512
 #define LOAD_OPERAND(p) _mm512_loadu_ps(p)
+#include "gemm_store.h"
 #include "gemm_impl.h"
 #undef T
 #undef NAME
@@ -73,6 +74,7 @@ INLINE __m512bh broadcast_pair(const bf16 *p) {
 #define MULTIPLY_ADD(acc, w, x) _mm512_dpbf16_ps(acc, w, x)
 #define OPERAND __m512bh
 #define LOAD_OPERAND(p) (__m512bh)_mm512_loadu_si512(p)
+#include "gemm_store.h"
 #include "gemm_impl.h"
 #undef T
 #undef NAME
@@ -86,13 +88,13 @@ INLINE __m512bh broadcast_pair(const bf16 *p) {
 
 /* out [n, cols] = x [n, k] @ weight.T; gated: out [n, cols] = silu(gate) * up, cols of each. */
 EXPORT void db_linear_f32(float *out, const float *x, const float *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
-    const Packed layer = {packed, cols, k, gated};
+    const Packed layer = {packed, NULL, cols, k, gated};
     Barrier barrier = {0};
 #pragma omp parallel
     gemm_team_f32(&layer, x, k, out, cols, n, &barrier);
 }
 EXPORT void db_linear_bf16(bf16 *out, const bf16 *x, const bf16 *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
-    const Packed layer = {packed, cols, k, gated};
+    const Packed layer = {packed, NULL, cols, k, gated};
     Barrier barrier = {0};
 #pragma omp parallel
     gemm_team_bf16(&layer, x, k, out, cols, n, &barrier);

@@ -22,9 +22,11 @@
 
 #define PAIR_COLUMNS 32
 
-/* One linear layer; k even. cols: columns of the output. bf16 or fp32 elements, as the function called says. */
+/* One linear layer; k even, unless it is int8. cols: columns of the output. Without scales: bf16 or fp32 elements, as the
+ * function called says. */
 typedef struct {
     const void *packed;
+    const float *scales; /* of an int8 layer (int8.h), one a packed column, else NULL */
     int64_t cols, k;
     int32_t gated; /* the output is silu(gate) * up */
 } Packed;

@@ -1,15 +1,5 @@
 /* Body of the matrix product for one element type; included once a type (see gemm.h). */
 
-INLINE void NAME(store_columns)(T *out, vf v, int64_t columns) {
-    if (columns >= LANES) {
-        STORE(out, v);
-    } else if (columns > 0) {
-        T padded[LANES];
-        STORE(padded, v);
-        memcpy(out, padded, columns * sizeof(T));
-    }
-}
-
 /* sums [ROWS, 32] = ROWS rows of x times one pair. ROWS is a constant of every call, so that acc lives in registers. */
 INLINE void NAME(gemm_tile)(const int ROWS, const T *x, int64_t x_stride, const T *w, int64_t k, float *sums) {
     __m512 acc[MAX_TILE_ROWS][2];
@@ -33,19 +23,6 @@ INLINE void NAME(gemm_tile)(const int ROWS, const T *x, int64_t x_stride, const 
     for (int r = 0; r < ROWS; r++) {
         _mm512_store_ps(sums + r * PAIR_COLUMNS, acc[r][0]);
         _mm512_store_ps(sums + r * PAIR_COLUMNS + LANES, acc[r][1]);
-    }
-}
-
-/* Writes a tile's sums; `columns` are left of the output. */
-static void NAME(store_tile)(const float *sums, int64_t rows, T *out, int64_t out_stride, int64_t columns, int gated) {
-    for (int64_t r = 0; r < rows; r++, out += out_stride) {
-        vf first = load_f32(sums + r * PAIR_COLUMNS), second = load_f32(sums + r * PAIR_COLUMNS + LANES);
-        if (gated) {
-            NAME(store_columns)(out, VROUND(vsilu(VROUND(first))) * VROUND(second), columns);
-        } else {
-            NAME(store_columns)(out, first, columns);
-            NAME(store_columns)(out + LANES, second, columns - LANES);
-        }
     }
 }
 

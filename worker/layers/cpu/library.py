@@ -17,11 +17,13 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.worker.layers.cpu.compile import BuildError, library_file
 from depthbatch.worker.layers.cpu.memory import zeros_on_large_pages
 from depthbatch.worker.layers.cpu.structs import F32, I32, I64, PTR
+from depthbatch.worker.layers.int8 import Int8Weight
 
 logger = logging.getLogger(__name__)
 
 MODE_VARIABLE = "DEPTHBATCH_CPU_KERNELS"
 MODES = ("auto", "c", "portable", "torch")
+PAIR_COLUMNS = 32  # of a packed weight, gemm.h
 
 Function = Callable[..., None]
 
@@ -41,7 +43,8 @@ class TypedKernels:
         self.rope = function("db_rope", PTR, PTR, PTR, PTR, I64, I64, I64, I64, I64)
         self.attend = function("db_attend", PTR, PTR, PTR)
         self.linear = function("db_linear", PTR, PTR, PTR, I64, I64, I64, I32) if have_gemm else None
-        self.stack = function("db_stack", PTR, PTR, PTR) if have_gemm else None
+        self.int8_linear = function("db_int8_linear", PTR, PTR, PTR, I64, PTR)
+        self.stack = function("db_stack", PTR, PTR, PTR)
 
 
 class Kernels:
@@ -62,6 +65,12 @@ class Kernels:
         self._pack: Function = library.db_pack
         library.db_packed_size.argtypes, library.db_packed_size.restype = (I64, I64, I32), I64
         self._packed_size: Callable[..., int] = library.db_packed_size
+        library.db_int8_pack.argtypes, library.db_int8_pack.restype = (PTR, PTR, PTR, PTR, I64, I64, I32), None
+        self._int8_pack: Function = library.db_int8_pack
+        library.db_int8_packed_size.argtypes, library.db_int8_packed_size.restype = (I64, I64, I32), I64
+        self._int8_packed_size: Callable[..., int] = library.db_int8_packed_size
+        library.db_int8_row_bytes.argtypes, library.db_int8_row_bytes.restype = (I64,), I64
+        self.int8_row_bytes: Callable[[int], int] = library.db_int8_row_bytes
 
         library.db_read.argtypes, library.db_read.restype = (PTR, I64), I64
         self.read: Callable[..., int] = library.db_read
@@ -81,6 +90,21 @@ class Kernels:
         packed = zeros_on_large_pages((self._packed_size(out, width, gated),), weight.dtype)
         self._pack(packed.data_ptr(), weight.data_ptr(), out, width, weight.element_size(), gated)
         return packed
+
+    def pack_int8(self, weight: Int8Weight, gated: bool) -> Int8Weight:
+        """The same in the order the int8 products read it (int8.h): bytes uint8, and a scale a packed column."""
+        out, width = weight.shape
+        values, scales = weight.values.contiguous(), weight.scales.contiguous()
+        size, padded = (
+            self._int8_packed_size(out, width, gated),
+            self._int8_packed_size(1, width, False) // PAIR_COLUMNS,
+        )
+        packed = zeros_on_large_pages((size,), torch.uint8)
+        packed_scales = torch.zeros(size // padded)
+        self._int8_pack(
+            packed.data_ptr(), packed_scales.data_ptr(), values.data_ptr(), scales.data_ptr(), out, width, gated
+        )
+        return Int8Weight(packed, packed_scales)
 
 
 def cpu_kernels() -> Kernels | None:

@@ -1,12 +1,11 @@
 /* A whole run of transformer blocks in one parallel region: no operator dispatch between its parts, one team of threads.
  *
  * Every part is the kernel that the separate operators call, with the same roundings, so the result is bit for bit
- * that of calling them one by one.
+ * that of calling them one by one. Layers are int8, or where there are products of their own type of that.
  */
+#include "int8.h"
 #include "small.h"
 #include "stack.h"
-
-#if HAVE_GEMM
 
 #define T float
 #define NAME(x) x##_f32
@@ -34,4 +33,3 @@ EXPORT void db_stack_bf16(const StackArgs *stack, const RowArgs *rows, const Sta
 #pragma omp parallel
     stack_team_bf16(stack, rows, call, &barrier);
 }
-#endif

@@ -25,6 +25,7 @@ typedef struct {
 typedef struct {
     const void *x;
     void *out, *normed, *projected, *attended, *branch, *inner;
+    char *quantised; /* for int8 layers: room for n rows of the widest input (int8.h) */
     int64_t normed_stride, projected_stride, attended_stride, inner_stride; /* branch: hidden */
     const float *cos, *sin;
     int32_t rope;

@@ -25,6 +25,20 @@ static void NAME(join_branch)(
     team_barrier(barrier);
 }
 
+/* out [n, cols] = x [n, k] times a layer of either kind; ends with a barrier. */
+static void NAME(linear_team)(
+    const Packed *layer, const StackCall *call, const void *x, int64_t x_stride, void *out, int64_t out_stride, int64_t n,
+    Barrier *barrier
+) {
+    if (layer->scales) {
+        NAME(int8_team)(layer, (const T *)x, x_stride, (T *)out, out_stride, n, call->quantised, barrier);
+        return;
+    }
+#if HAVE_GEMM
+    NAME(gemm_team)(layer, (const T *)x, x_stride, (T *)out, out_stride, n, barrier);
+#endif
+}
+
 /* Called by every thread of a team. */
 static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const StackCall *call, Barrier *barrier) {
     const int64_t n = rows->num_rows, d = stack->hidden;
@@ -45,12 +59,12 @@ static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const 
             .out = call->attended, .out_stride = call->attended_stride, .cos = call->cos, .sin = call->sin,
             .q_bias = block->q_bias, .k_bias = block->k_bias, .rope = call->rope,
         };
-        NAME(gemm_team)(&block->qkv, call->normed, call->normed_stride, call->projected, call->projected_stride, n, barrier);
+        NAME(linear_team)(&block->qkv, call, call->normed, call->normed_stride, call->projected, call->projected_stride, n, barrier);
         NAME(attend_team)(block->cache, rows, &attention, barrier);
-        NAME(gemm_team)(&block->out, call->attended, call->attended_stride, call->branch, d, n, barrier);
+        NAME(linear_team)(&block->out, call, call->attended, call->attended_stride, call->branch, d, n, barrier);
         NAME(join_branch)(stack, call, i == 0 ? call->x : call->out, block->norm_out, block->norm_mlp_in, 0, n, barrier);
-        NAME(gemm_team)(&block->gate_up, call->normed, call->normed_stride, call->inner, call->inner_stride, n, barrier);
-        NAME(gemm_team)(&block->down, call->inner, call->inner_stride, call->branch, d, n, barrier);
+        NAME(linear_team)(&block->gate_up, call, call->normed, call->normed_stride, call->inner, call->inner_stride, n, barrier);
+        NAME(linear_team)(&block->down, call, call->inner, call->inner_stride, call->branch, d, n, barrier);
         const void *next_norm = last ? stack->final_norm : stack->blocks[i + 1].norm_in;
         NAME(join_branch)(stack, call, call->out, block->norm_mlp_out, next_norm, last, n, barrier);
     }

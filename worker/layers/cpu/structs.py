@@ -61,7 +61,7 @@ class CallArgs(ctypes.Structure):
 class PackedArgs(ctypes.Structure):
     """One linear layer (Packed in gemm.h)."""
 
-    _fields_ = [("packed", PTR), ("cols", I64), ("k", I64), ("gated", I32)]
+    _fields_ = [("packed", PTR), ("scales", PTR), ("cols", I64), ("k", I64), ("gated", I32)]
 
 
 class BlockArgs(ctypes.Structure):
@@ -106,6 +106,7 @@ class StackCall(ctypes.Structure):
         ("attended", PTR),
         ("branch", PTR),
         ("inner", PTR),
+        ("quantised", PTR),
         ("normed_stride", I64),
         ("projected_stride", I64),
         ("attended_stride", I64),

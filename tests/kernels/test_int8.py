@@ -1,0 +1,150 @@
+"""Int8 products: C against torch bit for bit, a row against itself in other batches, the bytes against what they stand for."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthbatch.common.config import EngineConfig
+from depthbatch.common.messages import RequestParams
+from depthbatch.worker.layers import int8, linear, ops
+from depthbatch.worker.layers.cpu import compile as building
+from depthbatch.worker.layers.cpu.library import cpu_kernels
+from fakes.attention_cases import kernels_for
+from fakes.lockstep import LockstepEngine
+from reference.oracle import HUGINN, OURO, prompts_of
+
+EMULATION = Path(__file__).parent / "tile_emulation.h"
+SHAPES = [(2, 2), (30, 30), (34, 64), (100, 512), (64, 1100), (32, 2085)]  # beyond 1024 torch adds up two parts
+TYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def example(n: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, int8.Int8Weight]:
+    """Inputs with outliers, and a row of zeros; an output of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(*shape, generator=generator) / shape[1] ** 0.5
+    weight[seed % shape[0]] = 0
+    x = torch.randn(n, shape[1], generator=generator)
+    x[:, seed % shape[1]] *= 30
+    x[seed % n] *= seed % 2
+    return x.to(dtype), int8.quantize(weight)
+
+
+@pytest.mark.parametrize("mode", ["c", "portable"])
+@given(
+    dtype=TYPES, n=st.integers(1, 45), shape=st.sampled_from(SHAPES), gated=st.booleans(), seed=st.integers(0, 2**31)
+)
+@settings(max_examples=60, deadline=None)
+def test_c_gives_the_bits_of_torch(
+    mode: str, dtype: torch.dtype, n: int, shape: tuple[int, int], gated: bool, seed: int
+) -> None:
+    """Sums are integers, so every kernel has the same. Bug: 127 / tensor is a reciprocal and a product in torch, which rounds
+    twice: one weight in thousands was another byte."""
+    kernels = kernels_for(mode)
+    ops.use_kernels(kernels)
+    x, weight = example(n, shape, dtype, seed)
+    ours, twin = linear.PackedInt8Product(weight, kernels, gated)(x), int8.int8_product(x, weight)
+    assert torch.equal(ours, ops.silu_mul(twin) if gated else twin)
+    row = seed % n
+    assert torch.equal(linear.PackedInt8Product(weight, kernels, gated)(x[row : row + 1])[0], ours[row])
+    ops.use_kernels(cpu_kernels())
+
+
+@pytest.mark.parametrize("mode", ["c", "portable", "torch"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_without_numbers_stay_so(mode: str, value: float) -> None:
+    """A byte has no NaN: the row's scale says it, and its neighbours are as without it. Rows of tiny numbers are zeros."""
+    x, weight = example(4, (34, 70), torch.float32, 1)
+    product = (
+        (lambda x: int8.int8_product(x, weight))
+        if mode == "torch"
+        else linear.PackedInt8Product(weight, kernels_for(mode))
+    )
+    before = product(x)
+    x[2, 69], x[3] = value, 1e-38
+    after = product(x)
+    assert torch.equal(after[:2], before[:2]) and after[2].isnan().all() and not after[3].any()
+
+
+def test_bytes_are_the_nearest() -> None:
+    """Half a step is the most that a weight or an input is off, and the largest of each is exact."""
+    x, weight = example(9, (30, 64), torch.float32, 3)
+    whole = torch.randn(30, 64)
+    weight = int8.quantize(whole)
+    back = weight.values * weight.scales.unsqueeze(1)
+    assert ((back - whole).abs() <= weight.scales.unsqueeze(1) * 0.5001).all()
+    assert (weight.values.abs().amax(1) == 127).all() and weight.values.dtype is torch.int8
+    values, scales = int8.quantize_rows(x)
+    assert ((values * scales - x).abs() <= scales * 0.5001).all()
+    parts = [int8.quantize(part) for part in whole.split(10)]
+    joined = int8.join(parts)
+    assert isinstance(joined, int8.Int8Weight) and torch.equal(joined.values, weight.values)
+    assert torch.equal(joined.scales, weight.scales)
+
+
+def built(tmp_path: Path, *flags: str) -> Path:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc")
+    target = tmp_path / "int8.so"
+    command = [
+        compiler,
+        *building.COMMON_FLAGS,
+        "-fopenmp",
+        *flags,
+        str(building.SOURCE_DIR / "int8.c"),
+        "-o",
+        str(target),
+    ]
+    run = subprocess.run([*command, "-lm"], capture_output=True, text=True, check=False)
+    if "unrecognized" in run.stderr or "bad value" in run.stderr:
+        pytest.skip("this gcc does not know the processor")
+    assert run.returncode == 0, run.stderr
+    return target
+
+
+def test_tiles_give_the_same_integers(tmp_path: Path) -> None:
+    """The kernel for AMX with its eight instructions in plain C, for processors without: same sums at all numbers of rows."""
+    kernels = kernels_for("c")
+    library = ctypes.CDLL(str(built(tmp_path, "-include", str(EMULATION))))
+    for n in (1, 4, 5, 15, 16, 17, 31, 32, 33, 130):
+        for shape in ((34, 70), (32, 2085)):
+            x, weight = example(n, shape, torch.float32, n)
+            product = linear.PackedInt8Product(weight, kernels)
+            out, scratch = torch.empty(n, shape[0]), torch.empty(n * product.row_bytes, dtype=torch.int8)
+            pointer, count = ctypes.c_void_p, ctypes.c_int64
+            library.db_int8_linear_f32(
+                pointer(out.data_ptr()),
+                pointer(x.data_ptr()),
+                ctypes.byref(product.args),
+                count(n),
+                pointer(scratch.data_ptr()),
+            )
+            assert torch.equal(out, int8.int8_product(x, weight))
+    assert ctypes.c_int64.in_dll(library, "emulated_products").value > 0  # else nothing of this has run
+
+
+def test_the_kernel_for_tiles_builds(tmp_path: Path) -> None:
+    built(tmp_path, "-march=sapphirerapids")
+
+
+@pytest.mark.parametrize("model", [OURO, HUGINN], ids=["ouro", "huginn"])
+def test_an_engine_with_int8_layers_answers_alike_in_any_batch(model: Path) -> None:
+    """All prompts at once against each alone: token for token. The layers are int8, and the answers not those of fp32 in
+    every token, or nothing was quantised."""
+    values = {"model": str(model), "max_num_seqs": 5, "min_free_slots": 1, "kv_blocks": 120, "quantization": "int8"}
+    running = LockstepEngine(EngineConfig.from_values(values))
+    whole = LockstepEngine(EngineConfig.from_values(values | {"quantization": None}))
+    block = running._model.weights.core.blocks[0]
+    assert isinstance(block.down.product, linear.PackedInt8Product) and running.built.info.quantization == "int8"
+    requests = [(prompt, RequestParams(max_tokens=12, logprobs=True)) for prompt in prompts_of(model)]
+    together = running.run(requests)
+    for request, answer in zip(requests, together, strict=True):
+        (alone,) = running.run([request])
+        assert (alone.tokens, alone.depths, alone.scores) == (answer.tokens, answer.depths, answer.scores)
+    assert [answer.scores for answer in whole.run(requests)] != [answer.scores for answer in together]
