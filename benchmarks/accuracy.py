@@ -69,7 +69,7 @@ def add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_EXAMPLES} questions and fewer settings")
     parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
     parser.add_argument("--figures", metavar="DIR", type=Path, help="draw accuracy against depth into this directory")
-    add_config_arguments(parser, [n for n in FIELD_NAMES if n not in ("model", "gate", "exit_threshold", "min_loops")])
+    add_config_arguments(parser, [n for n in FIELD_NAMES if n not in ("model", "gate", "exit_threshold")])
 
 
 def run_accuracy(args: argparse.Namespace) -> int:

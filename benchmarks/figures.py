@@ -270,6 +270,31 @@ def draw_loops(report: Mapping[str, Any], path: Path) -> None:
     plt.close(canvas)
 
 
+def draw_scores(report: Mapping[str, Any], path: Path) -> None:
+    """Scores against the mean depth, a line a task and metric at fixed depths, and a dashed one at thresholds, of a report
+    of ``bench eval``. Raises ConfigError."""
+    plt = import_pyplot()
+    canvas, ax = plt.subplots(figsize=(6.5, 3.9), layout="constrained")
+    rows = [row for row in report["rows"] if row["mean_depth"] is not None]
+    for number, (task, metric) in enumerate(dict.fromkeys((row["task"], row["metric"]) for row in rows)):
+        for fixed, style in ((True, "o-"), (False, "s--")):
+            own = sorted(
+                (row["mean_depth"], 100 * row["score"])
+                for row in rows
+                if (row["task"], row["metric"], row["num_loops"] is not None) == (task, metric, fixed)
+            )
+            if own:
+                label = f"{task}, {metric}, {'fixed depth' if fixed else 'gate'}"
+                ax.plot(*zip(*own, strict=True), style, color=f"C{number}", label=label, markersize=4)
+    ax.set(
+        xlabel="mean loops a token", ylabel="score (%)", title=f"{report['model']}, {report['size']} questions a task"
+    )
+    ax.legend(fontsize=8)
+    ax.grid(alpha=0.3)
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)
+
+
 def _gates(gated: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["gate"] for row in gated))
 

@@ -59,6 +59,7 @@ BENCHMARKS = {
     "cpu": Command("depthbatch.benchmarks.cpu_speed", "cpu", "the CPU device: engine, policies, kernels"),
     "scheduler": Command("depthbatch.benchmarks.scheduler_cost", "scheduler_cost", "what the scheduler core costs"),
     "device-clock": Command("depthbatch.benchmarks.device_clock", "device_clock", "the simulated device's timing"),
+    "eval": Command("depthbatch.benchmarks.evaluation", "eval", "public tasks at several depths, of a running server"),
     "accuracy": Command("depthbatch.benchmarks.accuracy", "accuracy", "exact match of the demo model's task"),
     "perplexity": Command("depthbatch.benchmarks.perplexity", "perplexity", "of a text, by loops and kind of weights"),
 }

@@ -59,3 +59,27 @@ def test_loglikelihoods(server: ServeProcess, samples: dict[str, list[Any]]) -> 
             assert float(response[0][0]) == pytest.approx(total, abs=2e-3)
             seen.add(round(total, 3))
     assert len(seen) > 12  # the scores tell choices apart
+
+
+def test_bench_eval_asks_both_suites(server: ServeProcess, tmp_path: Path) -> None:
+    """The real packages, at two depths: the demo adds right at four loops and not at one, and what reasoning-gym asks, which it
+    was not trained for, is judged by reasoning-gym."""
+    output = tmp_path / "eval.json"
+    command = [str(LM_EVAL.with_name("python")), "-m", "depthbatch", "bench", "eval", server.url, "--size", "8"]
+    command += ["--lm-eval", "depthbatch_sums_generate", "--include-path", "tests/clients/tasks"]
+    command += ["--reasoning-gym", "chain_sum", "--max-tokens", "8", "--num-loops", "1", "--num-loops", "4"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    run = subprocess.run(
+        [*command, "--output", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = {(row["task"], row["num_loops"]): row for row in json.loads(output.read_text())["rows"]}
+    assert rows["depthbatch_sums_generate", 4]["score"] > 0.8 > rows["depthbatch_sums_generate", 1]["score"]
+    assert 0 <= rows["chain_sum", 4]["score"] <= 1
+    assert rows["depthbatch_sums_generate", 4]["mean_depth"] == 4
