@@ -61,7 +61,7 @@ def request_of(running: LockstepEngine, gate: Gate, index: int) -> RequestParams
     r_max = running.built.info.r_max
     low = high = r_max
     if gate is Gate.FIXED:
-        low = high = 1 + index % r_max
+        low = high = 1 + index // 2 % r_max
     elif gate is not Gate.NONE:
         low = min(2, r_max)
     depths = np.random.default_rng(index).integers(1, r_max + 1, OUTPUTS).astype(np.uint8).tobytes()
@@ -75,14 +75,16 @@ def request_of(running: LockstepEngine, gate: Gate, index: int) -> RequestParams
     )
 
 
-@pytest.mark.parametrize("policy", ["no-refill", "refill"])
+@pytest.mark.parametrize("policy", ["no-refill", "refill", "auto"])
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(model, layout) for model in RETROFITTED for layout in KVLayout if layout.allows_early_exit],
+    [(model, layout) for model in RETROFITTED for layout in KVLayout if layout.allows_early_exit]
+    + [(NANBEIGE, KVLayout.DEPTH_INDEXED), (DORY, KVLayout.DEPTH_INDEXED), (DORY, KVLayout.SINGLE)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_gates_side_by_side(model: Path, layout: KVLayout, policy: str) -> None:
-    """Every request another gate, prompts in chunks of 13 tokens, rows at several depths in one core batch."""
+    """Every request another gate of those the model has, prompts in chunks of 13 tokens, rows at several depths in one core
+    batch."""
     prompts = prompts_of(model)
     running = engine(model, layout, policy=policy, max_num_batched_tokens=13)
     gates = running.built.info.gates

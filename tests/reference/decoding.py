@@ -36,9 +36,17 @@ class Memory:
         self.values = [torch.zeros(n, capacity, kv_heads, head_dim) for n in planes]
 
     def attend(
-        self, layer: int, plane: int, start: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        plane: int,
+        start: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """Writes k, v [n, kv_heads, head_dim] from position ``start`` on; q [n, heads, head_dim] -> [n, heads * head_dim]."""
+        """Writes k, v [n, kv_heads, head_dim] from position ``start`` on; q [n, heads, head_dim] -> [n, heads * head_dim].
+        A position sees the last ``window`` ones, its own included."""
         if self.planes[layer] == 1:
             plane = 0
         count, heads, head_dim = q.shape
@@ -49,7 +57,8 @@ class Memory:
         keys = self.keys[layer][plane, :end].repeat_interleave(group, 1)  # query head h reads KV head h // group
         values = self.values[layer][plane, :end].repeat_interleave(group, 1)
         scores = torch.einsum("nhd,mhd->hnm", q, keys) / head_dim**0.5
-        seen = torch.arange(end)[None, :] <= torch.arange(start, end)[:, None]  # [n, m]
+        behind = torch.arange(start, end)[:, None] - torch.arange(end)[None, :]  # [n, m]
+        seen = (behind >= 0) & (behind < (window or end))
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("hnm,mhd->nhd", weights, values).reshape(count, heads * head_dim)
 
@@ -251,6 +260,13 @@ def rotary_angles(start: int, count: int, head_dim: int, base: float) -> torch.T
     """fp32 angles [count, 1, head_dim / 2] of consecutive positions."""
     frequencies = torch.tensor([1.0]) / base ** (torch.arange(0, head_dim, 2).float() / head_dim)
     return (torch.arange(start, start + count).float()[:, None] * frequencies)[:, None, :]
+
+
+def rotate_halves(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x [n, heads, head_dim] turned by angles [n, 1, head_dim / 2], feature i paired with i + head_dim / 2."""
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def root_mean_square_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,14 +9,14 @@ import numpy as np
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import RequestParams
 from fakes.lockstep import Answer
-from reference import huginn, ouro, retrofitted
+from reference import dory, huginn, nanbeige, ouro, retrofitted
 from reference.decoding import Result
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 OURO, HUGINN = FIDELITY / "ouro-tiny", FIDELITY / "huginn-tiny"
 RETROFITTED = tuple(FIDELITY / f"retro-{base}-tiny" for base in ("llama", "tinyllama", "olmo"))
 NANBEIGE, DORY = FIDELITY / "nanbeige-tiny", FIDELITY / "dory-tiny"
-REFERENCES = {OURO: ouro, HUGINN: huginn} | dict.fromkeys(RETROFITTED, retrofitted)
+REFERENCES = {OURO: ouro, HUGINN: huginn, NANBEIGE: nanbeige, DORY: dory} | dict.fromkeys(RETROFITTED, retrofitted)
 
 
 R_MAX = {OURO: 4, HUGINN: 5, NANBEIGE: 2, DORY: 2} | dict.fromkeys(

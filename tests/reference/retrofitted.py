@@ -39,9 +39,7 @@ class RetrofittedReference(HuginnReference):
     def rotate(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """x [n, heads, head_dim], feature i paired with i + head_dim / 2."""
         angles = (torch.arange(start, start + len(x)).float()[:, None] * self.frequencies())[:, None, :]
-        first, second = x.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return decoding.rotate_halves(x, angles)
 
     def attention(
         self, x: torch.Tensor, name: str, cache_layer: int, plane: int, start: int, memory: Memory
