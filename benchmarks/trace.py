@@ -221,7 +221,7 @@ def virtual_engine(
         default_gate=Gate.REPLAY,
         gates=(Gate.NONE, Gate.FIXED, Gate.REPLAY),
         default_threshold=1.0,
-        kv_layout=KVLayout.LAST_EXITED if draft_lanes else KVLayout.SINGLE,
+        kv_layout=KVLayout.LAST_EXITED,  # under which a prompt may be cut anywhere, as the paper cuts
         block_size=BLOCK_SIZE,
         num_blocks=1 + width * per_sequence if kv_blocks is None else kv_blocks,
         kv_bytes_per_token=0,

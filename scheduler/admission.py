@@ -1,7 +1,6 @@
 """Who gets a slot and blocks, and which prompt tokens the next prefill runs (scheduling.md, CanPrefill).
 
-Prompts are cut where a batch is full. A request whose K/V depend on where (rebuild.py) is cut there once more when it is
-prefilled again.
+Prompts are cut where a batch is full; those whose K/V depend on where are cut at fixed places (rebuild.py).
 """
 
 import numpy as np
@@ -11,6 +10,7 @@ from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
 from depthbatch.scheduler.kv_blocks import BlockPool, PrefixCache, PrefixCachingPool, SlotPool
 from depthbatch.scheduler.kv_events import KvEvents
 from depthbatch.scheduler.lanes import Chains
+from depthbatch.scheduler.passing import WINDOW, tokens_to_wait
 from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import PrefillLimit, Request, State, WaitingQueue
 from depthbatch.scheduler.rows import DECODE, RowState, SlotArray
@@ -42,19 +42,38 @@ class Admission:
         self.slots = SlotPool(config.max_num_seqs)
         self.waiting = WaitingQueue()
         self.partial: Request | None = None  # the one prompt that is partly prefilled
+        self._admissions = 0
 
     @property
     def num_active(self) -> int:
         return self.slots.total - self.slots.free
 
     def can_prefill(self, min_free_slots: int | None = None) -> bool:
-        """Independent of how many requests wait: only the head is looked at. ``min_free_slots``: S, if not the
-        configured one."""
+        """Independent of how many requests wait. ``min_free_slots``: S, if not the configured one."""
         if self.partial is not None:
             return True
         needed = self._config.min_free_slots if min_free_slots is None else min_free_slots
+        return self.slots.free >= needed and self._next() is not None
+
+    def next_prompt(self) -> Request | None:
+        """What prefill would go on with: the prompt that is partly prefilled, who is next, or the head of the queue."""
+        return self.partial or self._next() or self.waiting.head()
+
+    def _next(self) -> Request | None:
+        """The waiting request that is next and has its blocks: the head, or who passes it."""
         head = self.waiting.head()
-        return head is not None and self.slots.free >= needed and self._has_blocks(head)
+        if head is None or self._has_blocks(head):
+            return head
+        if head.blocked_since is None:
+            head.blocked_since = self._admissions
+        missing = self._blocks_missing(head)
+        tokens = tokens_to_wait(head, missing, self.rows.request, self.rows.num_blocks)
+        if not tokens:
+            return None
+        for request in self.waiting.behind_head(WINDOW):
+            if request.limit - len(request.output) <= tokens and self._has_blocks(request):
+                return request
+        return None
 
     def pack(self, limit: PrefillLimit | None = None) -> list[PrefillChunk]:
         """Up to M prompt tokens in arrival order, or up to a policy's limit; the caller has checked can_prefill."""
@@ -66,10 +85,10 @@ class Admission:
             chunks.append(self._chunk(self.partial, budget, _NO_BLOCKS))
             budget -= chunks[-1].length
         while budget and prompts and self.partial is None and self.slots.free:
-            head = self.waiting.head()
-            if head is None or not self._has_blocks(head) or next_cut(head, 0, budget) > budget:
+            request = self._next()
+            if request is None or self._cut(request, 0, budget) > budget:
                 break
-            chunks.append(self._chunk(head, budget, self._admit(head)))
+            chunks.append(self._chunk(request, budget, self._admit(request)))
             budget -= chunks[-1].length
             prompts -= 1
         if self.prefixes is not None:  # not sooner: prompts of one stage do not see each other's blocks
@@ -78,10 +97,13 @@ class Admission:
         return chunks
 
     def _first_chunk(self, tokens: int) -> int:
-        """A limit that lets the first chunk through where it must be as long as it once was."""
-        request = self.waiting.head() if self.partial is None else self.partial
+        """A limit that lets the first chunk through where that cannot be shorter."""
+        request = self.next_prompt()
         start = 0 if self.partial is None else self.partial.computed
-        return tokens if request is None else max(tokens, next_cut(request, start, tokens))
+        return tokens if request is None else max(tokens, self._cut(request, start, tokens))
+
+    def _cut(self, request: Request, start: int, budget: int) -> int:
+        return next_cut(request, start, budget, self._config.max_num_batched_tokens)
 
     def blocks_missing(self) -> bool:
         """True when the rows of Q_D need more blocks than there are."""
@@ -136,8 +158,11 @@ class Admission:
         return self._config.blocks_for(tokens)
 
     def _has_blocks(self, request: Request) -> bool:
-        """Blocks for the prompt, headroom, and one block of growth for each running sequence (two for a request that
-        comes back: it must get further than the last time). An empty engine admits whatever fits."""
+        return self._blocks_missing(request) <= 0
+
+    def _blocks_missing(self, request: Request) -> int:
+        """Blocks that are not free of those for the prompt, headroom, and one block of growth for each running sequence
+        (two for a request that comes back: it must get further than the last time). An empty engine admits whatever fits."""
         needed, free = self._blocks_needed(request), self.blocks.free
         if active := self.num_active:
             growth = 0 if self._reserve_all else active * (2 if request.preempted else 1)
@@ -145,7 +170,7 @@ class Admission:
         if needed > free and self.prefixes is not None:
             found = self.prefixes.find(request)
             needed -= len(found) - self.prefixes.pool.num_idle(found)
-        return needed <= free
+        return needed - free
 
     def _admit(self, request: Request) -> Int32Array:
         self.waiting.remove(request)
@@ -153,6 +178,8 @@ class Admission:
             self.waiting.alone = request
         shared = _NO_BLOCKS if self.prefixes is None else self.prefixes.share(request)
         blocks = np.concatenate([shared, self.blocks.take(self._blocks_needed(request) - shared.size)])
+        self._admissions += 1
+        request.admitted, request.blocked_since = self._admissions, None
         request.slot = self.slots.take()
         request.state = State.ACTIVE
         request.computed = shared.size * self._config.block_size
@@ -164,9 +191,9 @@ class Admission:
 
     def _chunk(self, request: Request, budget: int, new_blocks: Int32Array) -> PrefillChunk:
         start, total = request.computed, request.length
-        length = next_cut(request, start, budget)
+        length = self._cut(request, start, budget)
         request.computed = start + length
-        if request.forced_decode and sum(request.cuts) == start:
+        if request.forced_decode and sum(request.cuts) == start < request.prompt.size:
             request.cuts.append(length)
         is_last = request.computed == total
         self.partial = None if is_last else request

@@ -9,7 +9,7 @@ step of token k - 1 has sampled, so its depth is how deep token k - 1 went; the 
 Where every loop has a plane of its own, a prefill over all but the last token gives what decode had written, if each
 token stops at its depth: its K/V of deeper loops are those of its last one, as an early exit leaves them. Where loops
 share a plane, tokens of one prefill see each other at the loop that they are at, whereas in decode the earlier one had
-come to its end. There the prompt alone is prefilled, in the chunks of the first time, and the output is decoded once
+come to its end. There the prompt alone is prefilled, cut where it was (``next_cut``), and the output is decoded once
 more beside all other rows: at its known depths, with forced tokens (those it has said), and what is sampled is dropped.
 
 Either way the last token enters as an ordinary row: its depth is its gate's to decide, as it would have been.
@@ -23,15 +23,16 @@ from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.rows import RowState, SlotArray
 
 
-def next_cut(request: Request, start: int, budget: int) -> int:
-    """Tokens of the chunk of a request's prefill that begins at ``start``; above ``budget`` where the chunk of the
-    first time does not fit."""
+def next_cut(request: Request, start: int, budget: int, most: int) -> int:
+    """Tokens of the chunk of a request's prefill that begins at ``start``. Where loops share a plane, what a prompt holds
+    depends on where it is cut, so it is cut where it was, or else every ``most`` tokens (M), and nowhere else: above
+    ``budget`` where that does not fit beside what is in the batch already."""
     done = 0
     for cut in request.cuts:
         if done == start:
             return cut
         done += cut
-    return min(budget, request.length - start)
+    return min(most if request.forced_decode else budget, request.length - start)
 
 
 def cuts_to_remember(request: Request) -> bytes:

@@ -1,9 +1,10 @@
 """Requests and the queue of those that wait for prefill. Knows nothing of slots' device state or stages."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ class Request:
     slot: int = 0
     state: State = State.WAITING
     preempted: bool = False
+    admitted: int = 0  # the how manieth admission was its last one
+    blocked_since: int | None = None  # admissions when it first lacked blocks at the head of the queue
     targets_sent: int = 0  # prompt tokens, the first apart, whose logprobs have been asked for
     targets_known: int = 0  # and answered
     prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
@@ -161,18 +164,34 @@ class WaitingQueue:
         lane = self._by_priority[self._priorities[0]]
         return next(iter(next(iter(lane.values())).values()))
 
+    def behind_head(self, count: int) -> list[Request]:
+        """Up to so many of those that follow the head, in the order of their turns; none while there are suspects."""
+        if self._suspects or self.alone is not None:
+            return []
+        return list(islice(self._in_turn(), 1, count + 1))
+
+    def _in_turn(self) -> Iterator[Request]:
+        for priority in self._priorities:
+            clients = deque(iter(own.values()) for own in self._by_priority[priority].values())
+            while clients:
+                own = clients.popleft()
+                if (request := next(own, None)) is not None:
+                    yield request
+                    clients.append(own)
+
     def remove(self, request: Request) -> None:
-        """Takes it out. Of the client whose turn it was: then it is the next client's."""
+        """Takes it out. If its turn it was, it is then the next client's."""
         if self._suspects.pop(request.request_id, None) is not None:
             self._size -= 1
             return
         priority, client = self._rank(request), request.client
         lane = self._by_priority[priority]
+        was_first = next(iter(lane[client])) == request.request_id
         del lane[client][request.request_id]
         self._size -= 1
         if not lane[client]:
             del lane[client]
-        elif next(iter(lane)) == client:
+        elif was_first and next(iter(lane)) == client:
             lane.move_to_end(client)
         if not lane:
             del self._by_priority[priority]

@@ -180,7 +180,7 @@ def fidelity_config(setup: Setup, model: str, dtype: str, backend: str) -> Engin
     return EngineConfig(
         model=str(setup.fidelity / model),
         dtype=dtype,
-        policy="refill",  # auto goes by the clock, and where a batch cuts a prompt matters under a shared plane
+        policy="refill",  # auto goes by the clock
         max_num_seqs=4,
         max_num_batched_tokens=96,
         max_model_len=128,

@@ -121,12 +121,12 @@ class QueueView:
         return self._rows.decoding_rows(self._r_max)
 
     def head_prompt(self, now: float) -> HeadPrompt | None:
-        """The partly prefilled prompt, else the head of the waiting queue, if any. ``now``: seconds."""
+        """The partly prefilled prompt, else the waiting one that is next, if any. ``now``: seconds."""
         admission = self._admission
         if admission.partial is not None:
             request, arrived_s = admission.partial, float(self._rows.arrived_s[admission.partial.slot])
             tokens, untouched = request.length - request.computed, False
-        elif (head := admission.waiting.head()) is not None:
+        elif (head := admission.next_prompt()) is not None:
             request, arrived_s = head, np.nan if head.arrived_s is None else head.arrived_s
             tokens, untouched = head.length, not (head.output or head.preempted)
         else:

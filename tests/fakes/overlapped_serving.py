@@ -26,7 +26,7 @@ Answers = dict[int, tuple[list[int], list[int], list[float]]]  # tokens, depths,
 def configure(model: str, mode: str, layout: str, **options: Any) -> EngineConfig:
     config = EngineConfig(
         model=str(FIDELITY / model),
-        policy="refill",  # auto goes by the clock, and where a batch cuts a prompt matters under a shared plane
+        policy="refill",  # auto goes by the clock
         max_num_seqs=4,
         max_num_batched_tokens=48,
         kv_blocks=60,

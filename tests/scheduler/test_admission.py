@@ -1,5 +1,6 @@
 """Who is let in, when, and what is refused with numbers; limits at, below and above; scarce KV without thrash."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,9 @@ from depthbatch.common.messages import EngineInfo, RequestParams, StageResult, S
 from depthbatch.frontend.live_requests import LiveRequest, LiveRequests
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
+from depthbatch.scheduler.passing import tokens_to_wait
+from depthbatch.scheduler.requests import PrefillLimit, Request, WaitingQueue
+from depthbatch.scheduler.validation import make_request
 from fakes.paged_lockstep import Lockstep
 
 BASE = SchedulerConfig(
@@ -30,10 +34,11 @@ BASE = SchedulerConfig(
 )
 
 
-def submit(request_id: int, prompt: int | list[int] = 5, tokens: int = 4, **params: object) -> Submit:
+def submit(request_id: int, prompt: int | list[int] = 5, tokens: int = 4, client: int = 0, **params: object) -> Submit:
     ids = list(range(prompt)) if isinstance(prompt, int) else prompt
     fields = {"max_tokens": tokens, "max_loops": 4, "seed": request_id} | params
-    return Submit(request_id, (np.asarray(ids, np.int32) % 40).tobytes(), RequestParams(**fields))  # type: ignore[arg-type]
+    data = (np.asarray(ids, np.int32) % 40).tobytes()
+    return Submit(request_id, data, RequestParams(**fields), client=client)  # type: ignore[arg-type]
 
 
 # --- limits
@@ -157,29 +162,43 @@ def test_what_is_said_of_a_resubmitted_request_is_checked(changes: dict, param: 
     assert (refusal and refusal.param) == param
 
 
-@pytest.mark.parametrize("layout", [KVLayout.SINGLE, KVLayout.LAST_EXITED])
-def test_a_prompt_is_cut_where_it_was(layout: KVLayout) -> None:
-    """Where loops share a plane a prompt's K/V depend on where it was cut: behind another prompt it was after 6 of 20
-    tokens (M = 16), alone it would be after 16; its scheduler lost, it is cut after 6 again, as its frontend remembers.
-    Where every loop has a plane it does not matter, and nothing is told."""
-    harness = Lockstep(replace(BASE, kv_layout=layout, max_num_batched_tokens=16))
-    harness.submit(submit(1, 10, tokens=1))
-    harness.submit(submit(2, 20, tokens=9))
-    while len(harness.answers[2].tokens) < 4:
-        if harness.dispatch() is None:
-            harness.complete()
-    cuts = np.frombuffer(harness.answers[2].cuts, np.int32).tolist()
-    harness.lose_scheduler()
-    lengths = []
-    while (stage := harness.dispatch()) is not None and stage.header.stage == 0:
-        lengths.append(stage.header.n_tokens)
+@pytest.mark.parametrize(
+    ("layout", "batches"),
+    [
+        (KVLayout.SINGLE, [[9, 7], [9], [16], [4]]),
+        (KVLayout.FIRST_THEN_SHARED, [[9, 7], [9], [16], [4]]),
+        (KVLayout.LAST_EXITED, [[9, 7], [9, 7], [13]]),
+    ],
+)
+def test_what_else_is_in_the_batch_does_not_cut_a_prompt(layout: KVLayout, batches: list[list[int]]) -> None:
+    """Bug: where loops share a plane a prompt's K/V depend on where it is cut, and it was cut where the batch of M = 16 was
+    full, so that what a request said depended on who was beside it. There it is cut every M tokens and nowhere else; what
+    does not fit waits for the next batch, and no policy's limit cuts it. Elsewhere batches are full."""
+    config = replace(BASE, kv_layout=layout)
+    admission = Scheduler(config).admission
+    for request_id, length in enumerate((9, 7, 9, 20)):
+        admission.waiting.push(make_request(submit(request_id, length), config, False, request_id))
+    assert [[chunk.length for chunk in admission.pack()] for _ in batches] == batches
+    admission.waiting.push(make_request(submit(5, 12), config, False, 5))
+    [chunk] = admission.pack(PrefillLimit(tokens=8, prompts=1))
+    assert chunk.length == (8 if layout is KVLayout.LAST_EXITED else 12)
+
+
+def test_a_prompt_is_cut_where_it_was_after_the_scheduler_has_died() -> None:
+    """Bug: what the next scheduler is told of a prompt did not say where it had been cut. Behind two prompts that now go
+    first there is room for 14 of its 15 tokens: cut there, its K/V in a shared plane are others than those that its output
+    was decoded with. The fake worker remembers how each prompt was cut."""
+    harness = Lockstep(replace(BASE, kv_layout=KVLayout.SINGLE))
+    harness.submit(submit(1, 15, 6))
+    while not harness.answers[1].tokens:
+        harness.dispatch()
         harness.complete()
-    if layout is KVLayout.SINGLE:
-        assert cuts == [6, 14] and lengths == [6, 14]
-    else:
-        assert cuts == [] and lengths == [16, 7]
+    harness.submit(submit(2, 1, 2, priority=1))
+    harness.submit(submit(3, 1, 2, priority=1))
+    harness.lose_scheduler()
     harness.run()
-    assert len(harness.answers[2].tokens) == 9
+    assert harness.worker.rebuilt == 1
+    assert [len(harness.answers[index].tokens) for index in (1, 2, 3)] == [6, 2, 2]
 
 
 # --- order
@@ -200,23 +219,6 @@ def prefill_order(harness: Lockstep) -> list[int]:
             ]
         harness.complete()
     return order
-
-
-def test_a_prompt_that_was_whole_is_prefilled_whole_after_the_scheduler_has_died() -> None:
-    """Bug: no cuts are told of a prompt that was prefilled in one piece, and the next scheduler took that for "cut it as
-    you like". Behind two prompts that now go first there is room for 14 of its 15 tokens: cut there, its K/V in a shared
-    plane are others than those that its output was decoded with. The fake worker remembers how each prompt was cut."""
-    harness = Lockstep(replace(BASE, kv_layout=KVLayout.SINGLE))
-    harness.submit(submit(1, 15, 6))
-    while not harness.answers[1].tokens:
-        harness.dispatch()
-        harness.complete()
-    harness.submit(submit(2, 1, 2, priority=1))
-    harness.submit(submit(3, 1, 2, priority=1))
-    harness.lose_scheduler()
-    harness.run()
-    assert harness.worker.rebuilt == 1
-    assert [len(harness.answers[index].tokens) for index in (1, 2, 3)] == [6, 2, 2]
 
 
 def test_priority_first_then_arrival() -> None:
@@ -243,7 +245,8 @@ def test_one_huge_prompt_is_chunked_and_short_requests_wait_a_bounded_time() -> 
 
 def test_min_free_slots_gates_new_prompts_only() -> None:
     """With S = 4 of 8 slots, nothing is prefilled while fewer are free, except the rest of a prompt that has begun."""
-    harness = Lockstep(replace(BASE, min_free_slots=4, max_num_batched_tokens=40))
+    layout = KVLayout.LAST_EXITED  # under which prompts are cut where a batch is full
+    harness = Lockstep(replace(BASE, min_free_slots=4, max_num_batched_tokens=40, kv_layout=layout))
     for request_id in range(5):
         harness.submit(submit(request_id, 7, tokens=20))
     harness.submit(submit(9, 30, tokens=1))
@@ -312,6 +315,139 @@ def test_twice_oversubscribed_kv_does_not_thrash(policy: str, prompt: int, token
     assert counts[1][0] <= 1.5 * counts[0][0] and counts[1][1] <= 1.5 * counts[0][1]
     if (prompt, tokens) == (8, 120):
         assert counts[1][2] > 0  # else this tests nothing
+
+
+@pytest.mark.parametrize(("preempted", "admitted"), [(False, 7), (True, 5)])
+def test_a_block_stays_free_for_each_running_sequence_to_grow_into(preempted: bool, admitted: int) -> None:
+    """Bug: a reserve of 0 passed all tests. Prompts of two blocks, 20 blocks: the seventh needs 2 and one for each of the 6
+    that run, of the 8 that are left; an eighth would need 2 and 7 of 6. Those that come back need two for each that runs:
+    the fifth 2 and 8 of 12, a sixth 2 and 10 of 10, and so would be thrown out again at once."""
+    admission = Scheduler(replace(BASE, num_blocks=21, max_num_batched_tokens=64)).admission
+    for request_id in range(8):
+        request = make_request(submit(request_id), BASE, False, request_id)
+        request.preempted = preempted
+        admission.waiting.push(request)
+    assert len(admission.pack()) == admitted
+
+
+@pytest.mark.parametrize("policy", ["refill", "auto"])
+def test_the_victim_is_who_is_served_last(policy: str) -> None:
+    """Bug: the oldest as the victim passed all tests. Blocks for half of what runs: whenever one is missing, the sequence
+    of the lowest priority gives its own back, of equals the one that came last; so the first of the highest priority is
+    never thrown out, runs as if it were alone, and every other one gets there in its turn."""
+    harness = Lockstep(replace(BASE, policy=policy, num_blocks=21, max_num_batched_tokens=64))
+    for request_id in range(12):
+        harness.submit(submit(request_id, 5, 40, priority=int(request_id in (4, 7))))
+    requests, victims = harness.scheduler._requests, []
+    preempt = requests.preempt
+
+    def watched(victim: Request) -> None:
+        running = [each for each in harness.scheduler.admission.rows.request if each is not None]
+        assert victim.order == max(each.order for each in running)
+        victims.append(victim.request_id)
+        preempt(victim)
+
+    requests.preempt = watched  # type: ignore[method-assign]
+    harness.run()
+    assert len(victims) > 10 and 4 not in victims and 7 in victims
+    assert all(len(answer.tokens) == 40 for answer in harness.answers.values())
+
+
+# --- a head that lacks blocks
+
+SCARCE = replace(BASE, preemption="off", max_model_len=300, max_num_batched_tokens=512)  # 100 blocks of 4 tokens
+
+
+def stages_until(harness: Lockstep, holds: Callable[[], object], more: Callable[[], object] = lambda: None) -> int:
+    """Runs until it ``holds``, with ``more`` before every stage; stages."""
+    before = harness.dispatched
+    while not holds():
+        assert harness.dispatched - before < 20_000
+        more()
+        harness.dispatch()
+        harness.complete()
+    return harness.dispatched - before
+
+
+@pytest.mark.parametrize("short", [0, 30])
+@pytest.mark.parametrize("policy", ["no-refill", "refill"])
+def test_short_requests_pass_a_head_that_lacks_blocks(policy: str, short: int) -> None:
+    """Bug: half of the blocks are with a sequence of 195 tokens, the head needs more than the rest, and short requests
+    behind it waited for 2,388 stages with 50 of 100 blocks free. They pass, and the head starts when it would have."""
+    harness = Lockstep(replace(SCARCE, policy=policy))
+    harness.submit(submit(1, 5, 195))
+    stages_until(harness, lambda: harness.answers[1].tokens)
+    harness.submit(submit(2, 5, 240))
+    for request_id in range(3, 3 + short):
+        harness.submit(submit(request_id, 5, 4, client=request_id))
+    served = stages_until(harness, lambda: all(harness.answers[i].tokens for i in range(3, 3 + short)))
+    assert served < 300 and not harness.answers[2].tokens
+    stages_until(harness, lambda: harness.answers[2].tokens)
+    assert len(harness.answers[1].tokens) == 195
+    harness.run()
+
+
+def test_the_head_is_passed_only_while_who_holds_its_blocks_runs() -> None:
+    """Short requests without end, each of which fits beside what runs. The head is next as soon as the sequence it waits
+    for has ended, and those that have passed it by then."""
+    harness, ids = Lockstep(SCARCE, verify_every=50), iter(range(3, 10_000))
+    harness.submit(submit(1, 5, 195))
+    stages_until(harness, lambda: harness.answers[1].tokens)
+    harness.submit(submit(2, 5, 240))
+
+    def one_more() -> None:
+        if harness.scheduler.num_waiting < 12:
+            harness.submit(submit(next(ids), 5, 30))
+
+    stages_until(harness, lambda: harness.answers[1].finish_reason, one_more)
+    passed = sum(bool(answer.tokens) for answer in harness.answers.values())
+    assert passed > 30
+    stages_until(harness, lambda: harness.answers[2].tokens, one_more)
+    late = sum(bool(answer.tokens) for answer in harness.answers.values()) - passed
+    assert late <= 1 + BASE.max_num_seqs  # the head, and what is let in together with it
+    harness.run()
+
+
+def test_who_could_run_for_longer_than_the_head_waits_does_not_pass() -> None:
+    """Of two that fit, the one whose limit lies beyond the end of the sequence that the head waits for stays behind."""
+    harness = Lockstep(SCARCE)
+    harness.submit(submit(1, 5, 195))
+    stages_until(harness, lambda: len(harness.answers[1].tokens) == 100)
+    harness.submit(submit(2, 5, 240))
+    harness.submit(submit(3, 5, 110))
+    harness.submit(submit(4, 5, 80))
+    stages_until(harness, lambda: harness.answers[4].finish_reason)
+    assert not harness.answers[3].tokens and not harness.answers[2].tokens
+    harness.run()
+
+
+@pytest.mark.parametrize(
+    ("missing", "tokens"), [(10, 30), (30, 30), (31, 90), (50, 90), (60, 90), (-5, 0)], ids=lambda value: str(value)
+)
+def test_the_head_waits_for_old_sequences_alone(missing: int, tokens: int) -> None:
+    """Old ones hold 30 blocks for 30 more tokens and 20 for 90; one that has passed holds 5 for 200. Blocks that only the
+    last lacks are no reason to let more pass, else a slow one that passes would let in the next."""
+    head, *running = (make_request(submit(i, 5, 59), BASE, False, i) for i in range(4))
+    held = np.array([0, 30, 20, 5], np.int32)
+    head.blocked_since = 2
+    for slot, (request, left) in enumerate(zip(running, (30, 90, 200), strict=True), start=1):
+        request.slot = request.admitted = slot
+        request.limit = left
+    assert tokens_to_wait(head, missing + 5, [None, *running], held) == tokens
+    assert tokens_to_wait(head, missing + 5, [None, None, None, running[2]], held) == 0
+
+
+def test_who_passes_takes_no_turn_from_its_clients_first_request() -> None:
+    """A client's turn is over when its first request has been let in, not when a later one has passed it."""
+    queue = WaitingQueue()
+    requests = [make_request(submit(i, client=client), BASE, False, i) for i, client in enumerate((7, 7, 8, 8, 9))]
+    for request in requests:
+        queue.push(request)
+    assert queue.behind_head(3) == [requests[i] for i in (2, 4, 1)]
+    queue.remove(requests[1])
+    assert queue.head() is requests[0]
+    queue.remove(requests[0])
+    assert queue.head() is requests[2] and queue.behind_head(9) == [requests[4], requests[3]]
 
 
 # --- worker loss
