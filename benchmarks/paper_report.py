@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from depthbatch.benchmarks.figures import draw, draw_exits, draw_lengths, draw_step_latency
-from depthbatch.benchmarks.sweep import read_sweep, run_settings
+from depthbatch.benchmarks.sweep import SUMMARIES, read_sweep, run_settings
 from depthbatch.benchmarks.tables import claims_table, sustained_table
 from depthbatch.worker.simulated import find_profile
 
@@ -66,6 +66,8 @@ def _sweep(path: Path, out: Path, fresh: bool) -> str:
     for figure in sweep.get("figures", []):
         draw(rows, figure, sweep["title"], out / figure["file"])
         lines.append(f"![{sweep['title']}]({figure['file']})")
+    if "summary" in sweep:
+        lines.append(SUMMARIES[sweep["summary"]](rows))
     if sweep.get("paper"):
         lines.append(claims_table(rows, sweep["paper"]))
     if "rate" in sweep["axes"]:

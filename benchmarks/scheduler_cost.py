@@ -47,7 +47,9 @@ def measure(
     ]
     workload = Workload(tuple(shapes))
     speculation = str(draft_lanes or "off")
-    options = EngineConfig(policy=policy, max_num_seqs=width, async_scheduling=mode, speculation=speculation)
+    options = EngineConfig(
+        policy=policy, max_num_seqs=width, async_scheduling=mode, speculation=speculation, prefix_caching="off"
+    )
     info = virtual_engine(workload, width, 4, None, draft_lanes=draft_lanes)
     scheduler = Scheduler(SchedulerConfig.resolve(options, info))
     messages = cycle([shape.submit(0, 4) for shape in shapes])

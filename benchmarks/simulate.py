@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -36,7 +37,7 @@ from depthbatch.benchmarks.virtual_drafts import VirtualDrafts, parse_acceptance
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import ROW_POSITION, Stage
+from depthbatch.common.frames import MOVE_FIELDS, ROW_POSITION, Stage
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import StageResult
 from depthbatch.common.stats import CoreStats
@@ -112,7 +113,11 @@ def _resolve(
 ) -> SchedulerConfig:
     lanes = options.draft_lanes_under(KVLayout.LAST_EXITED, profile.r_max)
     width = options.max_num_seqs
-    info = virtual_engine(workload, width, profile.r_max, kv_blocks, profile.boundary_layers, lanes)
+    layout = KVLayout(options.kv_layout or KVLayout.LAST_EXITED)
+    info = virtual_engine(workload, width, profile.r_max, kv_blocks, profile.boundary_layers, lanes, layout)
+    bytes_per_token = profile.bytes_per_kv_token * layout.num_planes(profile.r_max)
+    host_blocks = options.swap_bytes // (info.block_size * bytes_per_token)
+    info = msgspec.structs.replace(info, kv_bytes_per_token=bytes_per_token, host_blocks=host_blocks)
     return SchedulerConfig.resolve(options, info)
 
 
@@ -135,6 +140,9 @@ class Run:
     first_token_s: dict[int, float] = field(default_factory=dict)  # by index of the request in the workload
     last_token_s: dict[int, float] = field(default_factory=dict)  # of requests that have finished
     gaps_s: list[float] = field(default_factory=list)  # between a request's successive tokens
+    victim_gaps_s: list[float] = field(default_factory=list)  # those in which it was preempted
+    peak_blocks: int = 0  # most KV blocks in use
+    moved_s: float = 0.0  # the device waited for copies between KV and host memory
 
     @property
     def tokens_per_s(self) -> float:
@@ -152,6 +160,7 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
     drafts = VirtualDrafts(workload) if config.draft_lanes else None
     arrivals = deque(sorted(enumerate(workload.requests), key=lambda item: item[1].arrival_s))
     latest_s: dict[int, float] = {}  # token, of requests that run
+    preemptions: dict[int, int] = {}  # before it
     in_flight: deque[StageResult] = deque()
     now = device_free = spent = 0.0
     clock = time.perf_counter
@@ -172,9 +181,14 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                     break
                 run.scheduler_us.append(1e6 * spent)
                 spent = 0.0
-                begin = max(now, device_free)
+                moved_s = _moved_s(stage, profile, config)
+                begin = max(now, device_free) + moved_s
                 device_free = begin + _book(run, stage, profile)
                 answer = blank_result(stage, begin, device_free)
+                if moved_s:
+                    answer = msgspec.structs.replace(answer, moved_s=moved_s)
+                run.moved_s += moved_s
+                run.peak_blocks = max(run.peak_blocks, config.usable_blocks - scheduler.admission.blocks.free)
                 in_flight.append(answer if drafts is None else drafts.answer(stage, answer))
             next_arrival = arrivals[0][1].arrival_s if arrivals else np.inf
             if in_flight and in_flight[0].end_s <= next_arrival:
@@ -190,6 +204,9 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                         run.first_token_s[event.request_id] = now
                     else:
                         run.gaps_s.append(now - before_s)
+                        if (count := scheduler.preemptions_of(event.request_id)) > preemptions.get(event.request_id, 0):
+                            run.victim_gaps_s.append(now - before_s)
+                            preemptions[event.request_id] = count
                         run.loops += event.exit_depths[0]
                     if event.finish_reason is not None:
                         del latest_s[event.request_id]
@@ -206,10 +223,21 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
     return run
 
 
-def run_policy(profile: DeviceProfile, workload: Workload, w: int, **options: Any) -> Run:
-    """A run at width ``w`` under engine options (policy, min_coda_batch, ...), with KV memory that never binds."""
-    config = EngineConfig(**{"preemption": "off", "async_scheduling": "off"} | options | {"max_num_seqs": w})
-    return simulate(workload, profile, _resolve(config, workload, profile, None), progress=False)
+def run_policy(profile: DeviceProfile, workload: Workload, w: int, kv_blocks: int | None = None, **options: Any) -> Run:
+    """A run at width ``w`` under engine options (policy, min_coda_batch, ...); without ``kv_blocks`` KV memory never
+    binds."""
+    defaults = {"preemption": "off", "async_scheduling": "off", "prefix_caching": "off"}
+    config = EngineConfig(**defaults | options | {"max_num_seqs": w})
+    return simulate(workload, profile, _resolve(config, workload, profile, kv_blocks), progress=False)
+
+
+def _moved_s(stage: ScheduledStage, profile: DeviceProfile, config: SchedulerConfig) -> float:
+    """Seconds of the copies between KV and host memory that a stage waits for."""
+    extra = stage.header.extra
+    if extra is None or not config.host_blocks:
+        return 0.0
+    blocks = (len(extra.offloads) + len(extra.restores)) // (4 * MOVE_FIELDS)
+    return profile.move_seconds(blocks * config.block_bytes)
 
 
 def _book(run: Run, stage: ScheduledStage, profile: DeviceProfile) -> float:

@@ -43,9 +43,9 @@ from depthbatch.benchmarks.made_up_profiles import is_made_up, profile_by_name, 
 from depthbatch.benchmarks.simulate import Run, SimulatedRecord, record_run, run_policy
 from depthbatch.benchmarks.sources import load_workload, with_arrivals
 from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
-from depthbatch.benchmarks.tables import auto_table, draft_table, table
+from depthbatch.benchmarks.tables import auto_table, draft_table, memory_table, table
 from depthbatch.benchmarks.throughput import BASELINE
-from depthbatch.benchmarks.trace import PolicyChoice
+from depthbatch.benchmarks.trace import BLOCK_SIZE, PolicyChoice
 from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload
 from depthbatch.common.config import OBJECTIVES, EngineConfig
@@ -55,7 +55,11 @@ from depthbatch.worker.device_profile import DeviceProfile, LinearCost
 
 Row = dict[str, Any]
 RUNNERS = ("simulate", "throughput")
-SUMMARIES: dict[str, Callable[[Sequence[Row]], str]] = {"auto": auto_table, "drafts": draft_table}
+SUMMARIES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "auto": auto_table,
+    "drafts": draft_table,
+    "memory": memory_table,
+}
 STEADY = "steady"
 _MEAN_OUTPUT = {"alpaca": 60, "sharegpt": 311, "arxiv": 370}  # tokens
 AXES: dict[str, Any] = {  # name -> value when the file does not give the axis
@@ -75,6 +79,10 @@ AXES: dict[str, Any] = {  # name -> value when the file does not give the axis
     "draft_acceptance": None,  # a share, or a map of draft depth to share
     "ttft_target_ms": None,
     "itl_target_ms": None,
+    "kv_layout": "last_exited",
+    "kv_capacity": None,  # KV blocks as a share of the most that the setting would use; None = never binding
+    "preemption": None,  # with kv_capacity; "recompute:H" = with headroom H. None = recompute where memory may bind
+    "swap_space": None,  # GiB, with preemption offload
 }
 _SPECULATION = {"speculation": "off", "draft_depth": None, "draft_acceptance": None}  # of policies without
 _TARGETS = ("ttft_target_ms", "itl_target_ms")
@@ -278,7 +286,9 @@ class _Runner:
             "speculation": lanes,
             "draft_depth": int(depth) if depth else setting["draft_depth"],
             "async_scheduling": setting["async_scheduling"],
-            "preemption": "off",
+            "kv_layout": setting["kv_layout"],
+            "prefix_caching": "off",
+            **_preemption(setting),
         }
 
 
@@ -288,6 +298,7 @@ class _Simulations(_Runner):
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         super().__init__(sweep)
         self._runs: dict[str, tuple[SimulatedRecord, Row]] = {}
+        self._needs: dict[str, int] = {}  # KV blocks that settings use where memory never binds
 
     def run(self, setting: Row) -> Row:
         profile = self.profile(setting)
@@ -304,12 +315,32 @@ class _Simulations(_Runner):
         key = json.dumps(setting, sort_keys=True)
         if key not in self._runs:
             workload = self.workload(setting, profile)
-            run = run_policy(profile, workload, setting["w"], **self.options(setting))
+            options = self.options(setting)
+            blocks = self._blocks(setting, workload, profile, options)
+            run = run_policy(profile, workload, setting["w"], kv_blocks=blocks, **options)
             latencies = latency_figures(run, workload)
+            if blocks is not None:
+                latencies |= memory_figures(run, blocks)
             if setting["itl_target_ms"] is not None:
                 latencies |= target_figures(run, workload, *(setting[name] for name in _TARGETS))
             self._runs[key] = record_run(run, profile, workload), latencies
         return self._runs[key]
+
+    def _blocks(
+        self, setting: Row, workload: Workload, profile: DeviceProfile, options: Mapping[str, Any]
+    ) -> int | None:
+        """KV blocks, the dummy included, of a share of what the setting would use with enough of them; at least those of
+        its longest request."""
+        if setting["kv_capacity"] is None:
+            return None
+        memory = {"preemption": None, "kv_capacity": 1.0, "swap_space": None}
+        key = json.dumps(setting | memory, sort_keys=True)
+        if key not in self._needs:
+            free = dict(options) | {"preemption": "recompute", "kv_headroom": 0.0, "swap_space": None}
+            self._needs[key] = run_policy(profile, workload, setting["w"], **free).peak_blocks
+        least = -(-workload.longest // BLOCK_SIZE)
+        blocks: int = 1 + max(least, round(setting["kv_capacity"] * self._needs[key]))
+        return blocks
 
 
 class _Processes(_Runner):
@@ -322,10 +353,10 @@ class _Processes(_Runner):
     def run(self, setting: Row) -> Row:
         from depthbatch.benchmarks.throughput import measure
 
-        for name in ("rate", "boundary_layers"):
+        for name in ("rate", "boundary_layers", "kv_capacity"):
             if setting[name] is not None:
                 raise ConfigError(f"sweep: {name} needs runner 'simulate'")
-        drafts: dict[str, Any] = {} if setting["speculation"] == "off" else {"kv_layout": "last_exited"}
+        drafts: dict[str, Any] = {}
         if drafts and setting["draft_acceptance"] is not None:
             drafts["draft_acceptance"] = setting["draft_acceptance"]
         profile = self.profile(setting)
@@ -340,6 +371,30 @@ class _Processes(_Runner):
             self._baseline = record
         record.compare_with(self._baseline)
         return record.as_json()
+
+
+def _preemption(setting: Row) -> dict[str, Any]:
+    """The engine's options of the axes ``preemption`` and ``swap_space``."""
+    if setting["kv_capacity"] is None:
+        return {"preemption": "off"}
+    name, _, headroom = (setting["preemption"] or "recompute").partition(":")
+    space = setting["swap_space"] if name == "offload" else None
+    return {"preemption": name, "kv_headroom": float(headroom or 0.0), "swap_space": space}
+
+
+def memory_figures(run: Run, blocks: int) -> Row:
+    """What scarce KV memory has cost: bytes copied each way, tokens computed a second time, and the gap before the next
+    token of a sequence that was preempted in it, seconds of virtual time (None without any)."""
+    gaps = run.victim_gaps_s
+    return {
+        "kv_blocks": blocks - 1,
+        "moved_gib": (run.stats.offloaded_bytes + run.stats.restored_bytes) / (1 << 30),
+        "moved_share": run.moved_s / run.duration_s,
+        "recomputed_tokens": run.stats.recomputed_tokens,
+        "mean_next_token_s": float(np.mean(gaps)) if gaps else None,
+        "p99_next_token_s": float(np.percentile(gaps, 99)) if gaps else None,
+        "p99_itl_s": float(np.percentile(run.gaps_s, 99)),
+    }
 
 
 def latency_figures(run: Run, workload: Workload) -> Row:

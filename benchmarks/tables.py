@@ -52,6 +52,42 @@ def claims_table(rows: Sequence[Row], claims: Sequence[Row]) -> str:
     return _markdown(("claim", "paper", "ours", ""), lines)
 
 
+def memory_table(rows: Sequence[Row]) -> str:
+    """Of a sweep over ``kv_capacity``: what each way of preempting gives, ``cb`` apart."""
+    head = (
+        "layout",
+        "capacity",
+        "preemption",
+        "tokens/s",
+        "p99 normalized latency (s)",
+        "p99 ITL (s)",
+        "preempted",
+        "GiB copied",
+        "tokens computed again",
+        "mean, p99 gap of a preempted one (s)",
+    )
+    lines = []
+    for row in rows:
+        if row["axis_policy"] == "cb":
+            continue
+        gaps = (row["mean_next_token_s"], row["p99_next_token_s"])
+        lines.append(
+            (
+                row["axis_kv_layout"],
+                f"{row['axis_kv_capacity']:g}",
+                row["axis_preemption"],
+                f"{row['tokens_per_s']:.0f}",
+                f"{row[_P99]:.3f}",
+                f"{row['p99_itl_s']:.4f}",
+                str(row["preemptions"]),
+                f"{row['moved_gib']:.1f}",
+                str(row["recomputed_tokens"]),
+                "-" if None in gaps else ", ".join(f"{gap:.2f}" for gap in gaps),
+            )
+        )
+    return _markdown(head, lines)
+
+
 # --- auto against every fixed setting
 
 

@@ -90,6 +90,7 @@ def scheduling_options(args: argparse.Namespace, k: int | None) -> dict[str, Any
         "max_num_batched_tokens": args.m,
         "min_free_slots": args.s,
         "min_coda_batch": k,
+        "prefix_caching": "off",  # prompts of workloads without token ids are all alike
     }
 
 
@@ -206,9 +207,10 @@ def virtual_engine(
     kv_blocks: int | None,
     boundary_layers: int = 0,
     draft_lanes: int = 0,
+    layout: KVLayout = KVLayout.LAST_EXITED,
 ) -> EngineInfo:
     """An engine without a device, long enough for the workload. kv_blocks None: enough for W of the longest, and the next
-    block of each for its drafts."""
+    block of each for its drafts. Under the default layout a prompt may be cut anywhere, as the paper cuts."""
     if width < 1:
         raise ConfigError(f"w must be at least 1, not {width}")
     per_sequence = -(-workload.longest // BLOCK_SIZE) + (draft_lanes > 0)
@@ -221,7 +223,7 @@ def virtual_engine(
         default_gate=Gate.REPLAY,
         gates=(Gate.NONE, Gate.FIXED, Gate.REPLAY),
         default_threshold=1.0,
-        kv_layout=KVLayout.LAST_EXITED,  # under which a prompt may be cut anywhere, as the paper cuts
+        kv_layout=layout,
         block_size=BLOCK_SIZE,
         num_blocks=1 + width * per_sequence if kv_blocks is None else kv_blocks,
         kv_bytes_per_token=0,

@@ -29,8 +29,9 @@ from depthbatch.common.text_files import read_text
 POLICIES = ("auto", "refill", "no-refill", "cb")
 OBJECTIVES = ("throughput", "latency", "goodput")
 ASYNC_MODES = ("off", "async", "lookahead")
-PREEMPTION = ("off", "recompute")
-PREFIX_CACHING = ("off", "on")
+PREEMPTION = ("off", "recompute", "offload")
+DEFAULT_SWAP_SPACE = 4.0  # GiB
+PREFIX_CACHING = ("off", "on", "generated")
 QUANTIZATIONS = ("int8",)
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 ENGINE_GATES = tuple(gate.label for gate in Gate if gate not in (Gate.FIXED, Gate.REPLAY))  # those need request fields
@@ -217,10 +218,27 @@ class EngineConfig(Options, frozen=True):
             ("zero", "seeded"),
         ),
     ] = "zero"
-    preemption: Annotated[str, option("what happens when KV blocks run out", PREEMPTION)] = "recompute"
+    preemption: Annotated[
+        str,
+        option(
+            "what happens when KV blocks run out: nothing is let in that might need more, or a sequence gives its own back "
+            "and is computed again, or (offload) copied to host memory and back where that is cheaper",
+            PREEMPTION,
+        ),
+    ] = "recompute"
+    swap_space: Annotated[
+        Annotated[float, Meta(gt=0.0)] | None,
+        option("GiB of host memory for the K/V of preempted sequences (default with preemption offload: 4)"),
+    ] = None
     prefix_caching: Annotated[
-        str, option("keep the K/V of prompts, so that prompts which begin alike share them", PREFIX_CACHING, bare="on")
-    ] = "off"
+        str | None,
+        option(
+            "keep the K/V of prompts, so that prompts which begin alike share them; generated: those of outputs too, as deep "
+            "as their tokens went (default: on where every loop has a KV plane, where it changes no answer)",
+            PREFIX_CACHING,
+            bare="on",
+        ),
+    ] = None
     kv_events_config: Annotated[
         str | None,
         option(
@@ -316,6 +334,8 @@ class EngineConfig(Options, frozen=True):
         for name in ("ttft_target_ms", "itl_target_ms"):
             if getattr(self, name) is not None and self.objective == "throughput":
                 raise ConfigError(f"{name} needs policy auto with objective latency or goodput")
+        if self.swap_space is not None and self.preemption != "offload":
+            raise ConfigError(f"swap_space {self.swap_space:g} needs preemption offload, not {self.preemption}")
         gate = GATE_BY_LABEL[self.gate] if self.gate is not None else Gate.NONE
         if self.kv_events is not None and self.prefix_caching == "off":
             raise ConfigError("kv_events_config needs prefix_caching: there are no cached prefixes to tell of")
@@ -348,6 +368,13 @@ class EngineConfig(Options, frozen=True):
                 f"speculation needs a KV layout with a plane a loop, and more than one loop: not {layout} with {r_max}"
             )
         return lanes
+
+    @property
+    def swap_bytes(self) -> int:
+        """Of host memory for preempted sequences."""
+        if self.preemption != "offload":
+            return 0
+        return int((self.swap_space or DEFAULT_SWAP_SPACE) * (1 << 30))
 
     def to_json(self) -> str:
         """The form in which it is passed to child processes."""

@@ -26,8 +26,11 @@ Rarer inputs and outputs travel as bytes inside the messages (StageExtra, StageR
                                  -1: the last one may not follow the others in the slot's output
     allow lists   int32 [n, 1 + mask_words(V)]   slot | a bit a token: only these may be in the slot's output
     targets       int32 [n, 2]   index among the packed prompt tokens | token whose logprob is wanted there
-    depths        uint8 [n_tokens]   loops that each token of a prefill runs; none at all = r_max everywhere
+    depths        uint8 [n_tokens]   loops that each token of a prefill runs, 0 = its K/V are there; none at all = r_max
+                                     everywhere
     forced_tokens int32 [n, 2]   slot | known token that the slot goes on with, in place of one sampled
+    offloads      int32 [n, 2]   KV block | block of host memory that gets a copy of it, in order, before anything else
+    restores      int32 [n, 2]   block of host memory | KV block that gets it back, in order, before the stage runs
     logprobs      int32 [n, 1 + 2 k]   float32 bits of a token's logprob | k likeliest tokens | bits of their logprobs
 """
 
@@ -110,7 +113,7 @@ MAX_BAD_SEQUENCES = 128  # entries of a slot's table of bad sequences
 BAD_SEQUENCE_TOKENS = 16  # tokens of one
 MASK_BITS = 32  # tokens of a word of an allow list or of a grammar's mask
 MAX_LOGPROBS = 20  # likeliest tokens a logprob comes with
-ADJUSTMENT_FIELDS, TARGET_FIELDS, FORCED_TOKEN_FIELDS = 4, 2, 2
+ADJUSTMENT_FIELDS, TARGET_FIELDS, FORCED_TOKEN_FIELDS, MOVE_FIELDS = 4, 2, 2, 2
 UPDATE_FIELDS = 3
 MAX_DEPTH = 255  # depths travel as uint8
 

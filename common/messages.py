@@ -74,6 +74,7 @@ class RequestParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     prompt_logprobs: bool = False  # so do the prompt's tokens, all but the first
     grammar: str = ""  # what the worker's matcher allows (frontend.grammar), "" = everything
     speculation: bool = True  # may have draft lanes, where the engine has some
+    cache_salt: str = ""  # cached prefixes are shared with requests of the same salt only
 
     @property
     def filters(self) -> bool:
@@ -168,6 +169,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     draft_lanes: int = 0  # successors of a token that may be on their way with it
     coda_layers: int = 0  # layers whose K/V a final readout writes
     quantization: str | None = None  # how the weights of the layers are stored, where not in ``dtype``
+    host_blocks: int = 0  # KV blocks in host memory, for preempted sequences
     notes: tuple[str, ...] = ()  # what who starts it should know, a line each
     other_threshold: float = (
         HEAD_THRESHOLD  # of gates that compare probabilities where the default one does distances, or
@@ -204,6 +206,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     kills_worker: bool = False  # or what its worker did while it ran
     accepted_drafts: int = 0  # its tokens that a draft had said,
     rejected_drafts: int = 0  # and those for which another had been said
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache; comes with the first token
 
 
 class Tokens(Message, frozen=True):
@@ -282,7 +285,8 @@ class GrammarStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Inputs that few prefills, and preludes (``forced_tokens`` only), have (common.frames)."""
+    """Inputs that few prefills, and preludes (``forced_tokens``, ``offloads`` and ``restores`` only), have
+    (common.frames)."""
 
     adjustments: bytes = b""  # int32 [n, 4]
     targets: bytes = b""  # int32 [n, 2], ascending by index
@@ -291,6 +295,8 @@ class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     forced_tokens: bytes = b""  # int32 [n, 2]
     bad_sequences: bytes = b""  # int32 [n, 2 + BAD_SEQUENCE_TOKENS]
     allow_lists: bytes = b""  # int32 [n, 1 + mask_words(vocab_size)]
+    offloads: bytes = b""  # int32 [n, 2]
+    restores: bytes = b""  # int32 [n, 2]
 
 
 class StageBatch(Message, frozen=True):
@@ -359,6 +365,7 @@ class StageResult(Message, frozen=True):
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
     failed: tuple[RowFailure, ...] = ()
+    moved_s: float = 0.0  # what the copies between KV and host memory took that came before the stage
 
 
 class WorkerHeartbeat(Message, frozen=True):

@@ -23,6 +23,7 @@ class Growing:
     accepted_drafts: int
     rejected_drafts: int
     cuts: list[int]
+    num_cached_tokens: int
 
     def append(self, later: "OutputDelta") -> None:
         self.text += later.text
@@ -33,6 +34,7 @@ class Growing:
         self.accepted_drafts += later.accepted_drafts
         self.rejected_drafts += later.rejected_drafts
         self.cuts += later.cuts
+        self.num_cached_tokens += later.num_cached_tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -54,6 +56,7 @@ class OutputDelta(Growing):
         default_factory=list
     )  # tokens of each chunk of the prompt's prefill, where going on elsewhere
     # with the same tokens takes that (with the first token, once)
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; with the first token
 
 
 class IndexedDelta(NamedTuple):
@@ -85,6 +88,7 @@ class RequestOutput(Growing):
     accepted_drafts: int = 0  # drafts that were the token they stood for (docs/speculation.md),
     rejected_drafts: int = 0  # and those that were not
     cuts: list[int] = field(default_factory=list)  # tokens of each chunk of the prompt's prefill, as OutputDelta has it
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     @property
     def mean_exit_depth(self) -> float | None:
@@ -131,6 +135,7 @@ class OutputAssembler:
         delta.accepted_drafts, delta.rejected_drafts = event.accepted_drafts, event.rejected_drafts
         if event.cuts:
             delta.cuts = array("i", event.cuts).tolist()
+        delta.num_cached_tokens = event.cached_tokens
         if self._scored:
             self._read_scores(event, delta)
         if self._detokenizer is not None:

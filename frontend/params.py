@@ -31,6 +31,7 @@ MAX_EXIT_DEPTHS = 1 << 20
 MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2  # each may be two: at the start of a text, and behind a space
 MAX_BAD_WORD_CHARS = 64
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_CACHE_SALT_CHARS = 1024
 INT32_MAX = 2**31 - 1
 SHOWN_CHARS = 80
 
@@ -117,6 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     speculation: bool = True  # may have draft lanes, where the engine has some; the output is the same
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
     skip_special_tokens: bool = True  # they have no text; False: the text shows them
+    cache_salt: str | None = None  # cached prefixes are shared with requests of the same salt only
 
     def __post_init__(self) -> None:
         for name, bounds in RANGES.items():
@@ -147,6 +149,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             "json_schema": json_schema,
             "regex": regex,
             "choice": choice,
+            "cache_salt": _cache_salt(self.cache_salt),
         }
         if self.allowed_token_ids is not None:
             kept["allowed_token_ids"] = _allowed(self.allowed_token_ids)
@@ -246,6 +249,25 @@ def _bad_words(given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
+def _cache_salt(given: Any) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not 0 < len(given) <= MAX_CACHE_SALT_CHARS or not _is_utf8(given):
+        raise RequestError(
+            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_CHARS} characters, not {shown(given)}", "cache_salt"
+        )
+    return given
+
+
+def _is_utf8(text: str) -> bool:
+    """JSON may hold half of a surrogate pair, which no message can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _allowed(given: Any) -> tuple[int, ...]:
     token_ids = _whole_numbers("allowed_token_ids", given, 0, INT32_MAX, MAX_ALLOWED_TOKEN_IDS)
     if not token_ids:
@@ -332,6 +354,7 @@ class RequestDefaults:
             "logprobs": self._wants("logprobs", params.logprobs),
             "prompt_logprobs": self._wants("prompt_logprobs", params.prompt_logprobs),
             "grammar": self._grammar(params),
+            "cache_salt": params.cache_salt or "",
         }
         return RequestParams(**resolved, **{name: _as_sent(params, name) for name in SENT_FIELDS - resolved.keys()})
 

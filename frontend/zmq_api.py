@@ -250,7 +250,7 @@ class ZmqApi:
     ) -> None:
         """Returns early when the client has gone: leaving closes the generator, which aborts the request. ``after``: tokens
         that it has. ``replayed``: the news up to an empty batch were there before."""
-        accepted = rejected = sent = 0
+        accepted = rejected = cached = sent = 0
         async with AsyncExitStack() as stack:
             timer = None
             if self._limit is not None:
@@ -264,6 +264,7 @@ class ZmqApi:
                         timer.tokens([] if replayed else delta.exit_depths, reason, time.monotonic())
                     accepted += delta.accepted_drafts
                     rejected += delta.rejected_drafts
+                    cached += delta.num_cached_tokens
                     sent += len(delta.token_ids)
                     there = (replayed and sent <= after) or self._reply_tokens(key, delta)
                     if delta.finish_reason is not None:
@@ -275,6 +276,7 @@ class ZmqApi:
                             stop_reason=delta.stop_reason,
                             accepted_drafts=accepted,
                             rejected_drafts=rejected,
+                            num_cached_tokens=cached,
                         )
                     if not there:
                         return

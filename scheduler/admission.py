@@ -10,6 +10,7 @@ from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
 from depthbatch.scheduler.kv_blocks import BlockPool, PrefixCache, PrefixCachingPool, SlotPool
 from depthbatch.scheduler.kv_events import KvEvents
 from depthbatch.scheduler.lanes import Chains
+from depthbatch.scheduler.offload import Offload
 from depthbatch.scheduler.passing import WINDOW, tokens_to_wait
 from depthbatch.scheduler.rebuild import next_cut
 from depthbatch.scheduler.requests import PrefillLimit, Request, State, WaitingQueue
@@ -38,7 +39,8 @@ class Admission:
         self.kv_events = KvEvents(config.block_size) if config.kv_events else None
         if config.prefix_caching:
             self.blocks = pool = PrefixCachingPool(config.num_blocks, self.kv_events)
-            self.prefixes = PrefixCache(pool, config.block_size, config.seeded_state)
+            self.prefixes = PrefixCache(pool, config)
+        self.offload = Offload(config) if config.host_blocks else None
         self.slots = SlotPool(config.max_num_seqs)
         self.waiting = WaitingQueue()
         self.partial: Request | None = None  # the one prompt that is partly prefilled
@@ -84,6 +86,7 @@ class Admission:
         if self.partial is not None:
             chunks.append(self._chunk(self.partial, budget, _NO_BLOCKS))
             budget -= chunks[-1].length
+        # A chunk's blocks can be shared by the next: of every layer and loop, a stage writes all K/V before it reads any.
         while budget and prompts and self.partial is None and self.slots.free:
             request = self._next()
             if request is None or self._cut(request, 0, budget) > budget:
@@ -91,9 +94,6 @@ class Admission:
             chunks.append(self._chunk(request, budget, self._admit(request)))
             budget -= chunks[-1].length
             prompts -= 1
-        if self.prefixes is not None:  # not sooner: prompts of one stage do not see each other's blocks
-            for chunk in chunks:
-                self.prefixes.publish(chunk.request, chunk.start, self.rows.table[chunk.request.slot])
         return chunks
 
     def _first_chunk(self, tokens: int) -> int:
@@ -132,18 +132,23 @@ class Admission:
         new_blocks[border] = taken
         return new_blocks
 
-    def forget_prefixes(self) -> None:
-        """The worker's memory is gone."""
+    def forget_memory(self) -> None:
+        """The worker's memory is gone, and what it held in the host's."""
         if self.prefixes is not None:
             self.prefixes.pool.clear()
+        if self.offload is not None:
+            self.offload.forget()
 
     def release(self, request: Request) -> None:
         """Slot and blocks go back."""
         if self.chains is not None:
             self.chains.end(request.slot)
+        if self.prefixes is not None:
+            self.prefixes.publish_output(request, self.rows.table[request.slot])
         self.blocks.give(self.rows.release(request.slot))
         self.slots.give(request.slot)
         request.slot = 0
+        request.restored = False
         request.prefill_tokens = None
         if self.partial is request:
             self.partial = None
@@ -167,7 +172,7 @@ class Admission:
         if active := self.num_active:
             growth = 0 if self._reserve_all else active * (2 if request.preempted else 1)
             needed += max(self._headroom, growth)
-        if needed > free and self.prefixes is not None:
+        if needed > free and self.prefixes is not None and not request.keeps_kv:
             found = self.prefixes.find(request)
             needed -= len(found) - self.prefixes.pool.num_idle(found)
         return needed - free
@@ -176,13 +181,18 @@ class Admission:
         self.waiting.remove(request)
         if request.is_suspect:
             self.waiting.alone = request
-        shared = _NO_BLOCKS if self.prefixes is None else self.prefixes.share(request)
+        keeps = request.host_blocks is not None
+        shared = _NO_BLOCKS if self.prefixes is None or keeps else self.prefixes.share(request)
         blocks = np.concatenate([shared, self.blocks.take(self._blocks_needed(request) - shared.size)])
+        if self.offload is not None and keeps:
+            self.offload.bring_back(request, blocks[: self._config.blocks_for(request.length)])
         self._admissions += 1
         request.admitted, request.blocked_since = self._admissions, None
         request.slot = self.slots.take()
         request.state = State.ACTIVE
-        request.computed = shared.size * self._config.block_size
+        request.computed = request.length - 1 if keeps else shared.size * self._config.block_size
+        if not request.output:
+            request.cached_tokens = request.computed
         request.prefill_tokens = request.tokens_to_prefill()
         if not request.output:
             request.cuts.clear()  # nothing has come of them
@@ -197,4 +207,6 @@ class Admission:
             request.cuts.append(length)
         is_last = request.computed == total
         self.partial = None if is_last else request
+        if self.prefixes is not None:
+            self.prefixes.publish(request, start, self.rows.table[request.slot])
         return PrefillChunk(request, start, length, is_last, new_blocks)

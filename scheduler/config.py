@@ -45,8 +45,11 @@ class SchedulerConfig:
     itl_target_s: float = DEFAULT_ITL_TARGET_MS / 1e3
     kv_headroom: float = 0.0  # share of the blocks kept free at admission
     preemption: str = "recompute"
+    host_blocks: int = 0  # of host memory, for preempted sequences
+    block_bytes: int = 0  # of K/V in a block
     prefix_caching: bool = False
     kv_events: bool = False  # what happens to cached prefixes is collected
+    generated_prefixes: bool = False  # outputs are kept, too, at the depths that their tokens went
     seeded_state: bool = False  # a prompt's K/V depend on its request's seed
     async_scheduling: str = "off"
     gates: tuple[Gate, ...] = tuple(Gate)
@@ -78,11 +81,14 @@ class SchedulerConfig:
         gate = info.default_gate
         if gate.may_exit_early and not layout.allows_early_exit:
             raise ConfigError(f"kv-layout {layout} cannot serve gate {gate.label}: early exits would leave holes")
-        if options.prefix_caching == "on" and not layout.keeps_every_loop(info.r_max):
+        caching = options.prefix_caching or ("on" if layout.keeps_every_loop(info.r_max) else "off")
+        if caching != "off" and not layout.keeps_every_loop(info.r_max):
             raise ConfigError(
                 f"prefix-caching needs a KV layout with a plane a loop: under {layout} a prompt sees a cached prefix "
                 "otherwise than its own tokens"
             )
+        if caching == "off" and options.kv_events is not None:
+            raise ConfigError(f"kv_events_config needs prefix caching, which kv_layout {layout} has not")
         learned_drafts = info.draft_lanes > 0 and options.speculation == "auto"
         fixed_drafts = info.draft_lanes > 0 and not learned_drafts  # they ask for a coda, and exited rows go with it
         coda_batch = 1 if info.boundary_layers == 0 else width if fixed_drafts else max(1, width // 4)
@@ -103,7 +109,10 @@ class SchedulerConfig:
             itl_target_s=(options.itl_target_ms or DEFAULT_ITL_TARGET_MS) / 1e3,
             kv_headroom=options.kv_headroom,
             preemption=options.preemption,
-            prefix_caching=options.prefix_caching == "on",
+            host_blocks=info.host_blocks if options.preemption == "offload" else 0,
+            block_bytes=info.kv_bytes_per_token * info.block_size,
+            prefix_caching=caching != "off",
+            generated_prefixes=caching == "generated",
             kv_events=options.kv_events is not None,
             seeded_state=options.state_init == "seeded",
             async_scheduling=options.async_scheduling,

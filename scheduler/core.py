@@ -97,6 +97,8 @@ class Scheduler:
             self.counters.stale_results += 1
             return self.drain_events()
         self.counters.retired(step.stage, result)
+        if self.admission.offload is not None:
+            self.admission.offload.costs.observe(step, result)
         if self.policy.learns:
             self.policy.observe(_retired(step, result))
         if step.decides:
@@ -124,7 +126,7 @@ class Scheduler:
     def recover(self) -> None:
         """The worker is gone: everything in flight is lost, every request it worked on waits to be rebuilt, but for one
         that is found to have killed it."""
-        self.admission.forget_prefixes()
+        self.admission.forget_memory()
         self._requests.lose_worker(self._in_flight)
         self._in_flight.clear()
         self._check_when_idle()
@@ -145,13 +147,19 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    def preemptions_of(self, request_id: int) -> int:
+        """Times that an unanswered request lost its slot; 0 of any other."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else request.preemptions
+
     def oldest_dispatch_s(self) -> float | None:
         """When the oldest unanswered stage was dispatched."""
         return self._in_flight.oldest_dispatch_s()
 
     def stats(self) -> CoreStats:
         """Counters and gauges."""
-        view, prefixes = self.view, self.admission.prefixes
+        view, prefixes, offload = self.view, self.admission.prefixes, self.admission.offload
+        block_bytes = self.config.block_bytes
         return msgspec.structs.replace(
             self.counters.stats(),
             running=self.num_running,
@@ -160,6 +168,8 @@ class Scheduler:
             kv_usage=1.0 - self.admission.blocks.free / self.config.usable_blocks,
             queue_lengths={name: int(getattr(view, name)) for name in ("q_p", "q_d", "q_r", "q_c")},
             prefix_cache=None if prefixes is None else PrefixCacheStats(prefixes.queries, prefixes.hits),
+            offloaded_bytes=0 if offload is None else offload.offloaded_blocks * block_bytes,
+            restored_bytes=0 if offload is None else offload.restored_blocks * block_bytes,
             drafts={} if self.admission.chains is None else self.admission.chains.draft_stats(),
         )
 
@@ -240,8 +250,12 @@ class Scheduler:
                 if reason is not None:
                     self._finish(request, token, depth, reason, token_logprobs)
                     continue
-            cuts = cuts_to_remember(request) if len(output) == 1 else b""
-            events.append(TokenEvent(request.request_id, (token,), (depth,), logprobs=token_logprobs, cuts=cuts))
+            first = len(output) == 1
+            cuts, cached = (cuts_to_remember(request), request.cached_tokens) if first else (b"", 0)
+            event = TokenEvent(
+                request.request_id, (token,), (depth,), logprobs=token_logprobs, cuts=cuts, cached_tokens=cached
+            )
+            events.append(event)
         if self._requests.unsettled:
             self._requests.settle(step.requests)
         pairs = zip(step.requests, step.depths, strict=True)

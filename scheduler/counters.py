@@ -32,6 +32,7 @@ class Counters:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0
+        self.recomputed_tokens = 0  # prefilled or decoded a second time
         self.draft_rows = 0  # of core steps
         self.lookahead_wasted_steps = 0
         self.stale_results = 0  # answers for steps that are no longer in flight
@@ -71,6 +72,7 @@ class Counters:
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             preemptions=self.preemptions,
+            recomputed_tokens=self.recomputed_tokens,
             draft_rows=self.draft_rows,
             lookahead_wasted_steps=self.lookahead_wasted_steps,
             stale_results=self.stale_results,

@@ -5,7 +5,7 @@ Row state advances here, when a stage is dispatched.
 
 import numpy as np
 
-from depthbatch.common.frames import Int32Array, Stage
+from depthbatch.common.frames import FORCED_TOKEN_FIELDS, Int32Array, Stage
 from depthbatch.common.messages import PLAIN, StageBatch, StageExtra, Variant
 from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.config import DraftLimit, SchedulerConfig, bucket_table
@@ -13,6 +13,7 @@ from depthbatch.scheduler.counters import Counters
 from depthbatch.scheduler.inflight import InFlight, InFlightStep
 from depthbatch.scheduler.lanes import Chains
 from depthbatch.scheduler.lifecycle import Lifecycle
+from depthbatch.scheduler.offload import with_moves
 from depthbatch.scheduler.rebuild import feed_forced_tokens, start_decode
 from depthbatch.scheduler.requests import PrefillLimit, Request
 from depthbatch.scheduler.rows import BLOCKED, DECODE, EXITED, READY, SlotArray
@@ -125,16 +126,21 @@ class Dispatch:
         if self._chains is not None and self._chains.chained and admission.blocks_missing():
             self._chains.drop_unfed()
         while admission.blocks_missing():
-            self._requests.preempt(self._request_at(rows.youngest()))
+            self._requests.preempt(self._request_at(rows.youngest()), may_offload=True)
         slots = rows.in_phase(DECODE)
         if not slots.size:
             return None
         new_blocks = admission.grow(slots)
         rows.start_token(slots)
-        extra = feed_forced_tokens(rows, slots) if rows.any_of("forced", slots) else None
+        extra = None
+        if rows.any_of("forced", slots):
+            extra = feed_forced_tokens(rows, slots)
+            self._counters.recomputed_tokens += len(extra.forced_tokens) // (4 * FORCED_TOKEN_FIELDS)
+        moved, extra = self._take_moves(extra)
         waits = rows.any_of("preloop", slots)
         gated = waits or rows.any_of("first_exit", slots)
         step, frame = self._decode(Stage.PRELUDE, slots, now, new_blocks, Variant.GATES if gated else PLAIN, extra)
+        step.moved_blocks = moved
         if gated:
             step.epochs, step.blocks_next = rows.epoch.take(slots), waits
         return self._send(step, frame)
@@ -144,6 +150,7 @@ class Dispatch:
         chunks = self._admission.pack(limit)
         params = slot_param_frame([chunk.request for chunk in chunks if chunk.new_blocks.size])
         n_tokens = sum(chunk.length for chunk in chunks)
+        moved, extra = self._take_moves(stage_extra(chunks, self._r_max))
         header = StageBatch(
             self._take_step_id(),
             Stage.PREFILL,
@@ -154,16 +161,19 @@ class Dispatch:
             variant=prefill_variant(chunks),
             n_slot_params=0 if params is None else len(params),
             after_no_work=self.nothing_ran,
-            extra=stage_extra(chunks, self._r_max),
+            extra=extra,
         )
         slots = np.array([chunk.request.slot for chunk in chunks], dtype=np.intp)
         step = InFlightStep(header, Stage.PREFILL, slots, now, slots)
         step.requests = tuple([chunk.request for chunk in chunks if chunk.samples])
         step.depths = (self._r_max,) * len(step.requests)
-        step.tokens = n_tokens
+        step.tokens, step.moved_blocks = n_tokens, moved
         step.targets = take_targets(chunks)
         frame = prefill_frame(chunks)
         self._counters.prompt_tokens += n_tokens
+        self._counters.recomputed_tokens += sum(
+            chunk.length for chunk in chunks if chunk.request.output and not chunk.request.restored
+        )
         self._counters.waited((chunk.request for chunk in chunks), now)
         for request in [chunk.request for chunk in chunks if chunk.is_last]:
             request.dispatched += not request.output
@@ -173,6 +183,14 @@ class Dispatch:
             if request.dispatched >= request.limit:
                 self._requests.drain(request)
         return self._send(step, frame, params)
+
+    def _take_moves(self, extra: StageExtra | None) -> tuple[int, StageExtra | None]:
+        """Blocks to be copied before this stage, and its extra inputs with these copies."""
+        offload = self._admission.offload
+        if offload is None:
+            return 0, extra
+        offloads, restores, moved = offload.take_moves()
+        return moved, with_moves(extra, offloads, restores)
 
     def _decode(
         self,

@@ -24,6 +24,7 @@ class InFlightStep:
     blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
     loops: Int32Array | None = None  # core with gates: loop of each row
     epochs: SlotArray | None = None  # with gates: epoch of each row
+    moved_blocks: int = 0  # between KV and host memory, before it
     tokens: int = 0  # prompt tokens of a prefill; context tokens of a core step under a policy that learns
     requests: tuple[Request | None, ...] = ()  # one a sampled token; None: the token is known, this one is dropped
     depths: tuple[int, ...] = ()  # exit depth of each sampled token

@@ -7,7 +7,11 @@ Prefix caching: full blocks of prompts are shared between sequences and kept aft
 A block is known by a hash of every token up to its end, so equal keys mean equal prefixes. Only what prefill wrote is
 shared: a prompt's blocks are never written again (decode writes behind the prompt), so nothing is copied on write. Exact
 under layouts that keep a plane a loop; the configuration refuses the others, under which a chunk sees earlier chunks
-otherwise than itself. A block can be shared as soon as the prefill that writes it has been dispatched, by a later stage.
+otherwise than itself. A block can be shared as soon as the chunk that writes it is in a prefill, by later chunks of the
+same one, too.
+
+By option outputs are shared as well (multi-turn conversations). Their K/V are those of the depth that each token went,
+not of prefill's full depth, so that answers may differ from those of a prompt that was prefilled whole.
 """
 
 from collections import OrderedDict
@@ -18,6 +22,7 @@ import numpy as np
 
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.splitmix64 import ALL_BITS
+from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_events import KvEvents
 from depthbatch.scheduler.requests import Request
 
@@ -55,6 +60,14 @@ class BlockPool:
     def owners(self, blocks: Int32Array) -> Int32Array:
         """How many sequences hold each of these held blocks."""
         return np.ones(blocks.size, np.int32)
+
+
+class HostPool(BlockPool):
+    """Blocks 0 .. count - 1 of host memory."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count + 1)
+        self._stack -= 1
 
 
 class SlotPool:
@@ -183,15 +196,15 @@ class PrefixCachingPool(BlockPool):
 
 
 class PrefixCache:
-    """What requests find in the pool and leave there; counts it as vLLM does.
+    """What requests find in the pool and leave there; counts it as vLLM does."""
 
-    ``seeded``: the K/V of a prefix depend on its request's seed as well, by its initial state.
-    """
-
-    def __init__(self, pool: PrefixCachingPool, block_size: int, seeded: bool) -> None:
+    def __init__(self, pool: PrefixCachingPool, config: SchedulerConfig) -> None:
         self.pool = pool
-        self._block_size = block_size
-        self._seeded = seeded
+        self._block_size = config.block_size
+        self._seeded = config.seeded_state
+        self._generated = config.generated_prefixes
+        self._fills = config.kv_layout.allows_early_exit  # planes that a token did not reach hold its last one
+        self._r_max = config.r_max
         self.queries = 0  # prompt tokens looked up
         self.hits = 0  # and found
 
@@ -219,11 +232,26 @@ class PrefixCache:
         if self.pool.events is not None:
             self.pool.events.stored(keys, request.prompt, self._salt(request), [first + number for number in new])
 
+    def publish_output(self, request: Request, table: Int32Array) -> None:
+        """A request leaves its slot: by option, the blocks that its output fills. The K/V of its last known token, and of
+        those that are not known yet, may be incomplete."""
+        if not self._generated or not (self._fills or request.params.max_loops == self._r_max):
+            return
+        first, tokens = request.prompt.size // self._block_size, request.num_tokens - 1
+        if tokens // self._block_size > first:
+            known = np.concatenate([request.prompt, np.asarray(request.output[:-1], np.int32)])
+            keys = prefix_keys(known, self._block_size, self._salt(request))
+            new = self.pool.publish(keys[first:], table[first : len(keys)].tolist())
+            if self.pool.events is not None:
+                self.pool.events.stored(keys, known, self._salt(request), [first + number for number in new])
+
     def _keys(self, request: Request) -> tuple[Key, ...]:
         if request.prefix_keys is None:
             request.prefix_keys = prefix_keys(request.prompt, self._block_size, self._salt(request))
         return request.prefix_keys
 
     def _salt(self, request: Request) -> bytes:
-        """What K/V of a prefix depend on beside its tokens."""
-        return (request.params.seed & ALL_BITS).to_bytes(8, "little") if self._seeded else b""
+        """What the K/V of a prefix depend on beside its tokens, and with whom they may be shared."""
+        seed = (request.params.seed & ALL_BITS).to_bytes(8, "little") if self._seeded else b""
+        salt = request.params.cache_salt.encode()
+        return blake2b(seed + salt, digest_size=16).digest() if salt else seed

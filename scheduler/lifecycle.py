@@ -68,6 +68,7 @@ class Lifecycle:
             self._admission.release(request)
         elif request.state is State.WAITING:
             self._admission.waiting.remove(request)
+            self._drop_host_blocks(request)
         self._unsettled.pop(request.request_id, None)
         self.quarantine.forget(request)
         request.state = State.DONE
@@ -83,6 +84,7 @@ class Lifecycle:
             logprobs,
             failure=failure,
             kills_worker=kills_worker,
+            cached_tokens=request.cached_tokens if tokens and len(request.output) == 1 else 0,
         )
         self.events.append(event)
 
@@ -91,9 +93,12 @@ class Lifecycle:
         self._admission.release(request)
         request.state = State.DRAINING
 
-    def preempt(self, request: Request) -> None:
-        """Slot and blocks are needed by others; it waits to be rebuilt."""
+    def preempt(self, request: Request, may_offload: bool = False) -> None:
+        """Slot and blocks are needed by others; it waits to be rebuilt, or for its K/V to come back from the host.
+        ``may_offload``: what has been dispatched of it is to be kept."""
         self._counters.preemptions += 1
+        if may_offload and self._admission.offload is not None:
+            self._admission.offload.take_out(request, self._admission.rows)
         self._admission.release(request)
         self._wait_again(request)
         if request.pending:
@@ -116,6 +121,7 @@ class Lifecycle:
                 self._admission.release(request)
             self._wait_again(request)
         for request in self._live.values():
+            self._drop_host_blocks(request)
             request.dispatched = len(request.output)
             request.targets_sent = request.targets_known
         if killer is not None:
@@ -133,9 +139,13 @@ class Lifecycle:
         """Full self-check: raises InvariantError unless every block, slot and row has exactly one owner."""
         check_ownership(self._admission, self._live.values())
 
+    def _drop_host_blocks(self, request: Request) -> None:
+        if self._admission.offload is not None:
+            self._admission.offload.drop(request)
+
     def _wait_again(self, request: Request) -> None:
         request.state = State.WAITING
-        request.preempted = True
+        request.preemptions += 1
         if self._admission.waiting.alone is request:
             self._admission.waiting.alone = None
         self._admission.waiting.push_front(request)

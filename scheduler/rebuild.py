@@ -12,7 +12,10 @@ share a plane, tokens of one prefill see each other at the loop that they are at
 come to its end. There the prompt alone is prefilled, cut where it was (``next_cut``), and the output is decoded once
 more beside all other rows: at its known depths, with forced tokens (those it has said), and what is sampled is dropped.
 
-Either way the last token enters as an ordinary row: its depth is its gate's to decide, as it would have been.
+A sequence whose K/V were copied to host memory gets them back bit for bit (offload.py) in the prefill that gives it its
+slot. That runs over the last of the tokens that are in the cache, at depth 0: its K/V stay what they are.
+
+In each case the last token enters as an ordinary row: its depth is its gate's to decide, as it would have been.
 """
 
 import numpy as np
@@ -42,6 +45,8 @@ def cuts_to_remember(request: Request) -> bytes:
 
 def chunk_depths(request: Request, start: int, length: int, r_max: int) -> bytes:
     """uint8 [length]: loops that each token of a chunk of a prefill runs."""
+    if request.restored:
+        return bytes(length)
     of_prompt = max(0, min(length, request.prompt.size - start))
     first = 1 + max(0, start - request.prompt.size)
     return bytes([r_max]) * of_prompt + bytes(request.depths[first : first + length - of_prompt])
@@ -55,7 +60,7 @@ def forced_token(request: Request) -> int:
 def start_decode(rows: RowState, request: Request) -> None:
     """A prefill is over: the row decodes, forced tokens first where it has to."""
     rows.start_decode(request.slot, request.computed)
-    if request.forced_decode and len(request.output) > 1:
+    if request.forced_decode and len(request.output) > 1 and not request.restored:
         rows.set_forced(request.slot, True)
 
 

@@ -49,12 +49,15 @@ class Request:
     cuts: list[int] = field(default_factory=list)  # with forced decode: tokens of each chunk of the prompt's prefill
     slot: int = 0
     state: State = State.WAITING
-    preempted: bool = False
+    preemptions: int = 0  # times that it lost its slot
     admitted: int = 0  # the how manieth admission was its last one
+    host_blocks: Int32Array | None = None  # its K/V, while it waits with them in host memory
+    restored: bool = False  # its K/V came from there
     blocked_since: int | None = None  # admissions when it first lacked blocks at the head of the queue
     targets_sent: int = 0  # prompt tokens, the first apart, whose logprobs have been asked for
     targets_known: int = 0  # and answered
     prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
+    cached_tokens: int = 0  # of its prompt, found in the prefix cache when its first token was prefilled
     overdue: bool = False  # waits behind all that are not (objective goodput)
     deaths: int = 0  # of workers, while a stage of this one was in flight, without getting past it since
     proof: int = 0  # output tokens with which it is past what it ran then
@@ -68,6 +71,11 @@ class Request:
         return params.speculation and not more
 
     @property
+    def preempted(self) -> bool:
+        """It has lost its slot before."""
+        return self.preemptions > 0
+
+    @property
     def is_suspect(self) -> bool:
         """It has to show that it is not what kills workers (quarantine.py)."""
         return self.deaths >= 2
@@ -75,7 +83,14 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens a prefill of this request runs over: all but the one that decode goes on with, which is the last."""
-        return self.prompt.size if self.forced_decode else self.prompt.size + max(len(self.output) - 1, 0)
+        if self.forced_decode and not self.keeps_kv:
+            return self.prompt.size
+        return self.prompt.size + max(len(self.output) - 1, 0)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Its K/V are not computed again."""
+        return self.restored or self.host_blocks is not None
 
     @property
     def num_tokens(self) -> int:

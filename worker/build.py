@@ -24,6 +24,7 @@ from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.select import select_backend
 from depthbatch.worker.device import GIB, KVPlan, free_memory, plan_kv, resolve_device, set_threads
+from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.memory_plan import check_weights, kv_request, plan_memory
 from depthbatch.worker.models.checkpoint import Progress, no_progress
 from depthbatch.worker.models.interface import LoopedModel, ModelSpec
@@ -188,7 +189,9 @@ def _with_memory(
         vocab_size=spec.vocab_size,
         buckets=info.buckets,
         lanes=lanes,
+        host_blocks=plan.host_blocks,
     )
+    host_kv = HostKV(stages.backend, plan.host_blocks) if plan.host_blocks else None
     finite = warm_up(stages, device)
     if not finite and (ranks is None or ranks.leads):
         raise ModelError(f"model '{config.model}' gives logits that are not finite: its weights are broken")
@@ -197,10 +200,10 @@ def _with_memory(
     info = msgspec.structs.replace(info, grammars=grammars is not None)
     if device.type == "cuda":
         tokens = config.max_num_batched_tokens
-        runner = OverlappedRunner(stages, limits, CudaAccelerator(device), tokens, grammars)
+        runner = OverlappedRunner(stages, limits, CudaAccelerator(device), tokens, grammars, host_kv)
         return BuiltRunner(runner, info)
     make_runner = PlainRunner if ranks is None else ranks.runner
-    return BuiltRunner(make_runner(stages, limits, device, grammars), info)
+    return BuiltRunner(make_runner(stages, limits, device, grammars, host_kv), info)
 
 
 def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:
@@ -272,6 +275,7 @@ def engine_info(
         ),
         draft_lanes=drafts,
         coda_layers=spec.coda_layers,
+        host_blocks=plan.host_blocks,
         device=device.type,
         dtype=str(spec.dtype).removeprefix("torch."),
         eos_token_ids=spec.eos_token_ids,
@@ -304,7 +308,8 @@ def _smaller_plan(config: EngineConfig, spec: ModelSpec, plan: KVPlan, device: t
         raise ConfigError(f"no room for the KV cache, not even for one block ({reason})")
     log.warning("no memory for %d KV blocks (%s): trying %d", blocks, reason, blocks * 3 // 4)
     request = kv_request(config, spec, resolve_layout(config, spec), device)
-    return plan_kv(request._replace(kv_blocks=blocks * 3 // 4), sys.maxsize, device.type)
+    smaller = plan_kv(request._replace(kv_blocks=blocks * 3 // 4), sys.maxsize, device.type)
+    return smaller._replace(host_blocks=plan.host_blocks)
 
 
 def _notes(config: EngineConfig, spec: ModelSpec, layout: KVLayout, choice: GateChoice) -> tuple[str, ...]:
@@ -324,6 +329,10 @@ def _notes(config: EngineConfig, spec: ModelSpec, layout: KVLayout, choice: Gate
             why, change = f"kv_layout {layout} has no early exits" if not layout.allows_early_exit else "no gate", ""
         lets = f"; {change} lets tokens leave earlier" if change else ""
         notes.append(f"every token runs all {spec.r_max} loops ({why}){lets}")
+    if config.prefix_caching is None and not layout.keeps_every_loop(spec.r_max):
+        notes.append(
+            f"prefix caching is off: under kv_layout {layout} loops share a plane, and a hit would change answers"
+        )
     return tuple(notes)
 
 

@@ -105,6 +105,7 @@ class KVPlan(NamedTuple):
     block_size: int
     bytes_per_token: int
     max_model_len: int
+    host_blocks: int = 0  # of host memory, for preempted sequences
 
     @property
     def max_blocks(self) -> int:

@@ -59,7 +59,12 @@ class DeviceProfile(_Profile, frozen=True):
     )
     r_min: Count = 1
     vocab_size: Count = 49152
+    host_gib_per_s: Annotated[float, msgspec.Meta(gt=0.0)] = 50.0  # copies between K/V and pinned host memory
     note: str = ""
+
+    def move_seconds(self, num_bytes: int) -> float:
+        """Seconds of copies between KV and host memory."""
+        return num_bytes / (self.host_gib_per_s * (1 << 30))
 
     def stage_seconds(self, stage: Stage, rows: int, context_tokens: int = 0, prompt_tokens: int = 0) -> float:
         """Seconds of one stage.

@@ -71,7 +71,24 @@ def plan_memory(
             f"{beside.total / GIB:.2f} GiB beside the KV cache ({beside.describe()}), but only {free_bytes / GIB:.2f} GiB "
             "are free"
         )
-    return plan_kv(request, free_bytes - beside.total, device.type)
+    host_bytes = config.swap_bytes // config.tensor_parallel_size
+    room = free_bytes - beside.total - (host_bytes if device.type == "cpu" else 0)
+    if room <= 0:
+        raise ConfigError(
+            f"swap_space {config.swap_bytes / GIB:g} GiB: only {(free_bytes - beside.total) / GIB:.2f} GiB are free beside "
+            "what the worker needs"
+        )
+    plan = plan_kv(request, room, device.type)
+    return plan._replace(host_blocks=host_blocks(plan, host_bytes, config.max_num_seqs))
+
+
+def host_blocks(plan: KVPlan, host_bytes: int, max_num_seqs: int) -> int:
+    """Blocks that fit into host memory, at most what W sequences can fill; 0 without any. ConfigError when none does."""
+    block_bytes = plan.block_size * plan.bytes_per_token
+    blocks = min(host_bytes // block_bytes, max_num_seqs * plan.max_blocks)
+    if host_bytes and not blocks:
+        raise ConfigError(f"swap_space {host_bytes / GIB:g} GiB holds no KV block of {block_bytes / GIB:.4f} GiB")
+    return blocks
 
 
 def check_weights(name: str, weight_bytes: int, free_bytes: int) -> None:

@@ -25,6 +25,7 @@ from depthbatch.common.frames import Int32Array
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import MessageDecoder, StageBatch, encode
 from depthbatch.worker.device import KVPlan
+from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.models.tensor_parallel import TensorParallel
 from depthbatch.worker.rank_processes import Channel, RankProcesses
 from depthbatch.worker.runner.plain import PlainRunner
@@ -70,7 +71,12 @@ class Ranks(ABC):
 
     @abstractmethod
     def runner(
-        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None
+        self,
+        stages: Stages,
+        limits: StageLimits,
+        device: torch.device,
+        grammars: Grammars | None,
+        host_kv: HostKV | None,
     ) -> PlainRunner: ...
 
 
@@ -102,9 +108,15 @@ class Leader(Ranks):
         return plan
 
     def runner(
-        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None
+        self,
+        stages: Stages,
+        limits: StageLimits,
+        device: torch.device,
+        grammars: Grammars | None,
+        host_kv: HostKV | None,
     ) -> PlainRunner:
-        return LeadingRunner(stages, limits, device, grammars, self._tell, self._processes.wait_for_the_watch)
+        watch = self._processes.wait_for_the_watch
+        return LeadingRunner(stages, limits, device, grammars, host_kv, self._tell, watch)
 
     def _tell(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> None:
         parts = [frame] if slot_params is None else [frame, slot_params]
@@ -131,9 +143,14 @@ class Follower(Ranks):
         return begin.plan
 
     def runner(
-        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None
+        self,
+        stages: Stages,
+        limits: StageLimits,
+        device: torch.device,
+        grammars: Grammars | None,
+        host_kv: HostKV | None,
     ) -> PlainRunner:
-        return PlainRunner(stages, limits, device)
+        return PlainRunner(stages, limits, device, host_kv=host_kv)
 
     def run(self, runner: PlainRunner) -> None:
         """Runs what rank 0 runs, until that ends."""

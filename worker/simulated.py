@@ -80,6 +80,7 @@ def simulated_info(config: EngineConfig, profile: DeviceProfile) -> EngineInfo:
         buckets=bucket_sizes(most_rows(config.max_num_seqs, 1 + draft_lanes)),
         draft_lanes=draft_lanes,
         coda_layers=profile.boundary_layers,
+        host_blocks=config.swap_bytes // (block_size * profile.bytes_per_kv_token * layout.num_planes(r_max)),
         device=f"simulated:{profile.name}",
         dtype="bfloat16",
     )
@@ -104,7 +105,9 @@ class SimulatedRunner:
             vocab_size=info.vocab_size,
             buckets=info.buckets,
             lanes=1 + info.draft_lanes,
+            host_blocks=info.host_blocks,
         )
+        self._block_bytes = info.kv_bytes_per_token * info.block_size
         self.lateness_s: deque[float] = deque(maxlen=10_000)  # how long after its end each stage was read
         self._profile = profile
         self._draft_acceptance = DRAFT_ACCEPTANCE if draft_acceptance is None else draft_acceptance
@@ -115,9 +118,11 @@ class SimulatedRunner:
         arrived_s = time.monotonic()
         stage = parse_stage(header, frame, slot_params, self.limits)
         self._set_params(stage.slot_params)
-        start_s = max(arrived_s, self._end_s)
+        moved_s = self._profile.move_seconds((len(stage.offloads) + len(stage.restores)) * self._block_bytes)
+        start_s = max(arrived_s, self._end_s) + moved_s
         self._end_s = start_s + self._seconds(stage)
-        return LaunchedStage(header, start_s, self._end_s, self._output(stage))
+        output = self._output(stage)
+        return LaunchedStage(header, start_s, self._end_s, output._replace(moved_s=moved_s) if moved_s else output)
 
     def finished(self, stage: LaunchedStage) -> bool:
         return stage.ready_s <= time.monotonic()

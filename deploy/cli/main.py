@@ -57,6 +57,7 @@ BENCHMARKS = {
     "sweep": Command("depthbatch.benchmarks.sweep", "sweep", "a product of settings, with figures"),
     "paper": Command("depthbatch.benchmarks.paper_report", "paper_report", "the paper's figures against ours"),
     "cpu": Command("depthbatch.benchmarks.cpu_speed", "cpu", "the CPU device: engine, policies, kernels"),
+    "kv-memory": Command("depthbatch.benchmarks.kv_memory", "kv_memory", "the prefix cache, and K/V in host memory"),
     "scheduler": Command("depthbatch.benchmarks.scheduler_cost", "scheduler_cost", "what the scheduler core costs"),
     "device-clock": Command("depthbatch.benchmarks.device_clock", "device_clock", "the simulated device's timing"),
     "eval": Command("depthbatch.benchmarks.evaluation", "eval", "public tasks at several depths, of a running server"),

@@ -164,15 +164,20 @@ class Tally:
     accepted_drafts: int = 0
     rejected_drafts: int = 0
     _prefill_loops: dict[int, int] = field(default_factory=dict)  # by choice
+    _cached: dict[int, int] = field(
+        default_factory=dict
+    )  # prompt tokens that no choice of it had to prefill, by prompt
 
-    def add(self, choice: int, delta: OutputDelta) -> None:
+    def add(self, choice: int, prompt: int, delta: OutputDelta) -> None:
         self.accepted_drafts += delta.accepted_drafts
         self.rejected_drafts += delta.rejected_drafts
         exit_depths = delta.exit_depths
         if exit_depths:
             self.completion_tokens += len(exit_depths)
             self.loops += sum(exit_depths)
-            self._prefill_loops.setdefault(choice, exit_depths[0])
+            if choice not in self._prefill_loops:
+                self._prefill_loops[choice] = exit_depths[0]
+                self._cached[prompt] = min(self._cached.get(prompt, delta.num_cached_tokens), delta.num_cached_tokens)
 
     def usage(self) -> dict[str, object]:
         decoded = self.completion_tokens - len(self._prefill_loops)
@@ -187,6 +192,7 @@ class Tally:
                 "accepted_prediction_tokens": self.accepted_drafts,
                 "rejected_prediction_tokens": self.rejected_drafts,
             },
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
 
@@ -321,7 +327,7 @@ class Call:
         depths = [] if replayed else news.exit_depths
         choice.timer.tokens(depths, news.finish_reason, time.monotonic())
         delta = self._spelling.shown(news)
-        self._tally.add(choice.index, delta)
+        self._tally.add(choice.index, choice.index // self._n, delta)
         return delta
 
     def _whole(self, choice: Choice, output: OutputDelta) -> dict[str, Any]:

@@ -78,7 +78,6 @@ UNSUPPORTED: dict[str, Neutral] = {
     "echo": _off,
     "conversation": _null,
     "previous_response_id": _null,
-    "cache_salt": _null,
     "no_stop_trim": _off,
     "return_hidden_states": _off,
 }
@@ -110,7 +109,6 @@ UNSUPPORTED_WITHIN: dict[str, dict[str, Neutral]] = {
 }
 REASONS = {
     "no_stop_trim": "its name is include_stop_str_in_output here",
-    "cache_salt": "prompts that begin alike share their K/V, whoever sent them; --prefix-caching off shares none",
     **dict.fromkeys(("tools", "functions", "tool_calls", "tool_call_id"), "this engine's models call no tools"),
     **dict.fromkeys(
         ("regex", "ebnf", "json_schema", "grammar"), "say what constrains the output in structured_outputs"

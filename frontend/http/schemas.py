@@ -14,6 +14,7 @@ from depthbatch.frontend.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_EXIT_DEPTHS,
     MAX_LOGIT_BIAS,
     MAX_STOP_CHARS,
@@ -67,6 +68,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 BadWord = Annotated[Text, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+CacheSalt = Annotated[Text, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 Depth = Annotated[int, Field(ge=1, le=MAX_DEPTH)]
 Prompt = (
     Text
@@ -153,6 +155,9 @@ class GenerationFields(EngineNumbers):
     include_stop_str_in_output: bool | None = Field(None, description="the text ends with what stopped it")
     skip_special_tokens: bool | None = Field(None, description="false: the text shows special tokens")
     speculation: bool | None = Field(None, description="false: no draft lanes; the output is the same")
+    cache_salt: CacheSalt | None = Field(
+        None, description="cached prefixes are shared with requests of the same salt only"
+    )
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
         None, description="token id -> what is added to its logit, -100 to 100"
     )
@@ -257,6 +262,10 @@ class TokenDetails(BaseModel):
     rejected_prediction_tokens: int = Field(description="drafts that were not")
 
 
+class PromptTokenDetails(BaseModel):
+    cached_tokens: int = Field(description="prompt tokens found in the prefix cache, by every choice of their prompt")
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
@@ -264,6 +273,7 @@ class Usage(BaseModel):
     mean_exit_depth: float | None = Field(description="loops a decoded token took (the first token comes from prefill)")
     loops: int = Field(description="core steps spent on the output tokens")
     completion_tokens_details: TokenDetails
+    prompt_tokens_details: PromptTokenDetails
 
 
 class Choice(BaseModel):

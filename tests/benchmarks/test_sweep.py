@@ -18,7 +18,7 @@ from depthbatch.benchmarks.sweep import (
     steady_requests,
     with_boundary_layers,
 )
-from depthbatch.benchmarks.tables import Cell, auto_ratios, auto_table
+from depthbatch.benchmarks.tables import Cell, auto_ratios, auto_table, memory_table
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.simulated import find_profile
@@ -71,6 +71,36 @@ def test_rows_are_simulated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "run_policy", lambda *args, **kw: calls.append(1) or real(*args, **kw))
     run_settings(read_sweep(path))
     assert len(calls) == 7
+
+
+def test_scarce_memory_is_a_share_of_the_need(tmp_path: Path) -> None:
+    """Blocks for all that the setting uses preempt nothing; a quarter of them does. With ``off`` nothing is preempted, and
+    with offload a victim's tokens are not computed again under one plane, where that costs most."""
+    path = tmp_path / "scarce.toml"
+    path.write_text(
+        """requests = 40
+summary = "memory"
+[axes]
+profile = ["h100-ouro-1.4b"]
+exits = ["q=0.2"]
+w = [16]
+kv_layout = ["single"]
+kv_capacity = [1.0, 0.25]
+preemption = ["off", "recompute", "recompute:0.1", "offload"]
+"""
+    )
+    rows = [row for row in run_settings(read_sweep(path)) if row["axis_policy"] != "cb"]
+    by = {(row["axis_kv_capacity"], row["axis_preemption"]): row for row in rows}
+    for name in ("off", "recompute", "offload"):
+        assert by[1.0, name]["preemptions"] == by[0.25, "off"]["preemptions"] == 0
+    scarce, copied, roomy = (by[0.25, name] for name in ("recompute", "offload", "recompute:0.1"))
+    assert 4 * scarce["kv_blocks"] == pytest.approx(by[1.0, "recompute"]["kv_blocks"], abs=4)
+    assert scarce["preemptions"] > roomy["preemptions"] and scarce["recomputed_tokens"] > 0 == scarce["moved_gib"]
+    assert copied["moved_gib"] > 0 == copied["recomputed_tokens"]
+    assert copied["tokens_per_s"] > scarce["tokens_per_s"] > by[0.25, "off"]["tokens_per_s"]
+    assert 0 < copied["mean_next_token_s"] < scarce["mean_next_token_s"]
+    text = memory_table(rows)
+    assert text.count("\n") == 1 + 8 and "| single | 0.25 | recompute:0.1 |" in text
 
 
 def test_higher_rate_waits_longer(tmp_path: Path) -> None:
@@ -140,7 +170,7 @@ def test_shipped_sweeps_are_sound(path: Path) -> None:
 
 def test_figures_of_shipped_sweeps_name_columns_that_exist(tmp_path: Path) -> None:
     """Of axes or of rows with targets; drawn from one small row each."""
-    axes = 'profile = ["h100-ouro-1.4b"]\nrate = [2]\nw = [4]\nttft_target_ms = [500]\nitl_target_ms = [50]\n'
+    axes = 'profile = ["h100-ouro-1.4b"]\nrate = [2]\nw = [4]\nttft_target_ms = [500]\nitl_target_ms = [50]\nkv_capacity = [1.0]\n'
     (tmp_path / "one.toml").write_text(f'requests = 4\n[axes]\nworkload = ["alpaca"]\n{axes}')
     row = run_settings(read_sweep(tmp_path / "one.toml"))[-1]
     figures = [figure for path in SWEEPS for figure in read_sweep(path).get("figures", [])]

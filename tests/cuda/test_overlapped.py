@@ -15,6 +15,7 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.worker.build import assemble
 from depthbatch.worker.device import resolve_device
+from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CompletionWatch, Lane
 from depthbatch.worker.runner.overlapped import OverlappedRunner
@@ -46,6 +47,36 @@ def test_overlapped_equals_plain(model: str, layout: str, gate: Gate, seed: int)
         assert bool(answer[2]) == (key % 3 == 1 or key % 4 == 0)
     assert alone == 1 and deepest > 2
     assert any(depth < plain.info.r_max for _, depths, _ in got.values() for depth in depths[1:])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("model", "layout", "gate"),
+    [("ouro-tiny", "last_exited", Gate.DELAYED), ("huginn-tiny", "single", Gate.CONVERGENCE)],
+)
+def test_k_and_v_that_went_to_the_host_and_back(model: str, layout: str, gate: Gate, seed: int) -> None:
+    """Blocks for a third of the batch: victims' K/V are copied on a lane of their own. Tokens are those of the plain runner
+    with enough blocks. Not luck: without the wait before the copies they take what is not written yet, and without the
+    one behind them stages write over what is still to be copied, or read what has not come back."""
+    device = resolve_device("cpu")
+    plain_config = configure(model, "off", layout)
+    loaded = load_model(plain_config.model, dtype="float32", device=device, load_format="auto", seed=0)
+    plain = assemble(plain_config, loaded, device, "sdpa")
+    plainer = {"max_tokens": 24, "presence_penalty": 0.0, "repetition_penalty": 1.0, "bad_sequences": b""}
+    submits = [
+        msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, **plainer, allow_list=b""))
+        for each in requests(gate, plain.info.r_max)
+    ]
+    want, _ = serve(Scheduler(SchedulerConfig.resolve(plain_config, plain.info)), plain.runner, submits)
+    config = configure(model, "lookahead", layout, preemption="offload", kv_blocks=44, max_model_len=88, block_size=2)
+    built = assemble(config, loaded, device, "sdpa")
+    stages, limits = built.runner.stages, built.runner.limits
+    host_kv = HostKV(stages.backend, built.info.host_blocks)
+    overlapped = OverlappedRunner(stages, limits, AdverseAccelerator(seed), 48, host_kv=host_kv)
+    scheduler = Scheduler(SchedulerConfig.resolve(config, built.info))
+    got, _ = serve(scheduler, overlapped, submits)
+    assert {key: answer[:2] for key, answer in got.items()} == {key: answer[:2] for key, answer in want.items()}
+    assert scheduler.admission.offload is not None and scheduler.admission.offload.restored_blocks > 3
 
 
 @pytest.mark.parametrize("mode", ["async", "lookahead"])

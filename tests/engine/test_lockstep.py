@@ -250,6 +250,28 @@ def test_a_cached_prefix_changes_nothing(model: Path, max_tokens: int) -> None:
     assert prefilled < 0.75 * sum(len(prompt) for prompt in prompts)
 
 
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("layout", ["last_exited", "depth_indexed"])
+@pytest.mark.parametrize("model", MODELS)
+def test_prompts_of_one_prefill_read_each_others_blocks(model: Path, layout: str, backend: str | None) -> None:
+    """A stage writes the K/V of every chunk before it attends, layer by layer and loop by loop: three siblings that
+    prefill 8 tokens behind the first one's 40, in the same stage, get its logprobs, bit for bit where a token's bits do
+    not depend on the chunk (the C kernels)."""
+    prompt = [*(prompts_of(model)[-1] * 24)[:47], 7]
+    asked = [(prompt, RequestParams(max_tokens=4, max_loops=R_MAX[model], logprobs=True)) for _ in range(4)]
+    scores = []
+    for caching in ("off", "on"):
+        running = engine(model, layout, backend, prefix_caching=caching, block_size=8, max_num_seqs=4, kv_blocks=60)
+        running.history.clear()
+        answers = running.run(asked)
+        prefills = [ran.header for ran in running.history if ran.header.stage == Stage.PREFILL]
+        assert [header.n_tokens for header in prefills] == [4 * 48 if caching == "off" else 48 + 3 * 8]
+        assert len({answer.scores for answer in answers}) == 1 or backend
+        scores.append(answers[0].scores + answers[3].scores)
+    tokens, others = (np.frombuffer(each, np.int32).reshape(8, -1)[:, 0].view(np.float32) for each in scores)
+    assert scores[0] == scores[1] if backend is None else np.allclose(tokens, others, atol=1e-4)
+
+
 def test_depth_indexed_refuses_gates_that_exit_early() -> None:
     """Both at the edge (the option) and for a request; the message names layout and gate."""
     with pytest.raises(ConfigError, match=r"depth_indexed.*delayed"):

@@ -61,6 +61,13 @@ class Disturbance:
     at_stage: int
     kind: str  # "preempt", "worker", "scheduler"
     pick: int = 0  # which of the active slots is preempted
+    while_out: bool = False  # not before some K/V are in host memory
+
+    def is_due(self, stages: int, scheduler: Scheduler) -> bool:
+        offload = scheduler.admission.offload
+        return stages >= self.at_stage and (
+            not self.while_out or (offload is not None and offload.host.free < offload.host.total)
+        )
 
 
 class Late(NamedTuple):
@@ -101,6 +108,8 @@ class LockstepEngine:
         self.history: list[Ran] = []
         self.preemptions = 0
         self.rebuilt = 0  # times that a sequence went on with a known token after its prefill
+        self.last_rebuilt = 0  # slot of the last one
+        self.restored = 0  # of those, with its K/V from host memory
         self.deepest = 0  # most stages in flight
         self._chunks: dict[int, list[int]] = {}  # by slot, of prompts that are partly prefilled
 
@@ -122,7 +131,7 @@ class LockstepEngine:
         for now in range(MAX_STAGES):
             if not scheduler.num_unfinished and not late:
                 break
-            if todo and len(self.history) - first >= todo[0].at_stage:
+            if todo and todo[0].is_due(len(self.history) - first, scheduler):
                 scheduler = self._disturb(todo.pop(0), scheduler, late, requests, answers)
                 continue
             stage = scheduler.next_stage(float(now))
@@ -164,7 +173,7 @@ class LockstepEngine:
         if what.kind == "preempt":
             active = [request for request in scheduler.admission.rows.request if request is not None]
             if active:
-                scheduler._requests.preempt(active[what.pick % len(active)])
+                scheduler._requests.preempt(active[what.pick % len(active)], may_offload=True)
             return scheduler
         late.clear()
         self.built = self._new_worker()
@@ -181,6 +190,9 @@ class LockstepEngine:
         self.history.append(Ran(stage.header, tuple(loops)))
         if stage.header.stage == Stage.PREFILL and stage.header.extra is not None:
             self.rebuilt += len(stage.header.extra.forced_tokens) // 8
+            self.restored += stage.header.extra.depths.count(0)
+            for slot, _ in np.frombuffer(stage.header.extra.forced_tokens, np.int32).reshape(-1, 2).tolist():
+                self.last_rebuilt = slot
         return Late(stage, structs.replace(result, start_s=now, end_s=now + 1))
 
     def _deliver(self, scheduler: Scheduler, late: Late, now: float, answers: list[Answer]) -> None:

@@ -25,6 +25,7 @@ class Answer:
     cuts: bytes = field(default=b"", compare=False)
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    cached_tokens: int = field(default=0, compare=False)
     finish_reason: str | None = None
     stop_reason: int | None = None
 
@@ -181,6 +182,7 @@ class Lockstep:
             answer.depths.extend(event.exit_depths)
             answer.accepted_drafts += event.accepted_drafts
             answer.rejected_drafts += event.rejected_drafts
+            answer.cached_tokens += event.cached_tokens
             wants = self.submits[event.request_id].params.logprobs
             assert event.logprobs == (logprobs_of(event.token_ids) if wants else b""), "logprobs of another token"
             answer.cuts = event.cuts or answer.cuts

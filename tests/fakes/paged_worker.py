@@ -15,6 +15,7 @@ Drafts are right as often as ``acceptance`` says. Only a readout whose coda laye
 model says; any other says a draft, whatever the scheduler takes it for.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,6 +123,8 @@ class PagedWorker:
         self.lanes: list[Lane | None] = [None] * ((1 + config.draft_lanes) * config.max_num_seqs + 1)
         self.tokens: list[tuple[int, int, int] | None] = [None] * len(self.lanes)  # sequence, position, token to start
         self.cells: dict[tuple[int, int], Cell] = {}
+        self.host: dict[tuple[int, int], Cell] = {}  # copies of blocks in host memory
+        self.restored = 0  # sequences that went on with K/V from there
         self.sequences = self.writers = 0
         self.adopted = 0  # tokens found in cached blocks
         self.last_step_id = 0
@@ -133,6 +136,7 @@ class PagedWorker:
         header = stage.header
         assert header.step_id == self.last_step_id + 1, "step ids are consecutive"
         self.last_step_id = header.step_id
+        self._move(stage)
         run = {
             Stage.PREFILL: self._prefill,
             Stage.PRELUDE: self._prelude,
@@ -191,24 +195,29 @@ class PagedWorker:
         hot = filtered = False
         for row, number in enumerate(slots):
             slot, start, length = self.slots[number], int(frame.starts[row]), int(frame.lengths[row])
+            keeps = depths[offset : offset + length] == [0]
             if number in fresh:
                 self.sequences += 1
                 slot.sequence = self.sequences
-                self._adopt(slot, start)
+                self._adopt(slot, start, keeps)
+                self.restored += keeps
             else:
                 assert slot.prefilling and slot.prefilled == start > 0, "chunks are consecutive"
             prompt_tokens = int(slot.params["first_output"])
             for index in range(offset, offset + length):
                 position, token, depth = start + index - offset, int(frame.token_ids[index]), depths[index]
+                if keeps:
+                    self._adopt_token(slot, position)
+                    continue
                 assert position >= prompt_tokens or depth == config.r_max
                 said = self._prefill_token(slot, position, token, depth)
             offset += length
             slot.prefilled, slot.prefilling = start + length, True
             slot.cuts.append(length)
-            assert not self.shared or slot.prefilled <= prompt_tokens
+            assert not self.shared or keeps or slot.prefilled <= prompt_tokens
             if number in forced:
                 assert not frame.sample[row], "a forced token and a sampled one"
-                assert slot.cuts == self.cuts.get(slot.seed, slot.cuts) or not self.shared
+                assert keeps or slot.cuts == self.cuts.get(slot.seed, slot.cuts) or not self.shared
                 self._goes_on_with(slot, number, forced[number])
                 self.rebuilt += 1
             elif frame.sample[row]:
@@ -233,15 +242,31 @@ class PagedWorker:
             self.lanes[number :: self.config.max_num_seqs] = [None] * (1 + self.config.draft_lanes)
         return set(given)
 
-    def _adopt(self, slot: Slot, start: int) -> None:
-        """Whole blocks before ``start`` hold what other sequences' prefills wrote for these positions."""
-        assert start == 0 or (self.config.prefix_caching and start % self.config.block_size == 0)
+    def _adopt(self, slot: Slot, start: int, keeps: bool) -> None:
+        """Whole blocks before ``start`` hold what other sequences' prefills wrote for these positions; or everything does
+        that the sequence itself had left, copied back."""
+        assert keeps or start == 0 or (self.config.prefix_caching and start % self.config.block_size == 0)
         for position in range(start):
-            cell = self._cell(slot, position)
-            assert cell.position == position, "a cached block is not of this place"
-            slot.adopted.append(cell.values())
-            slot.writers.append(cell.writer)
-        self.adopted += start
+            self._adopt_token(slot, position)
+        self.adopted += 0 if keeps else start
+
+    def _adopt_token(self, slot: Slot, position: int) -> None:
+        cell = self._cell(slot, position)
+        assert cell.position == position, "a cached block is not of this place"
+        slot.adopted.append(cell.values())
+        slot.writers.append(cell.writer)
+
+    def _move(self, stage: ScheduledStage) -> None:
+        """Copies between blocks and host memory, which come before the stage."""
+        extra, size, config = stage.header.extra or StageExtra(), self.config.block_size, self.config
+        for moves, source, target in ((extra.offloads, self.cells, self.host), (extra.restores, self.host, self.cells)):
+            for one, other in np.frombuffer(moves, "<i4").reshape(-1, 2).tolist():
+                block, host = (one, other) if source is self.cells else (other, one)
+                assert 0 < block < config.num_blocks and 0 <= host < config.host_blocks
+                for offset in range(size):
+                    target.pop((other, offset), None)
+                    if (cell := source.get((one, offset))) is not None:
+                        target[other, offset] = deepcopy(cell)
 
     def _prefill_token(self, slot: Slot, position: int, token: int, depth: int) -> int:
         """All loops of a token whose depth is known; what it says."""
@@ -267,7 +292,8 @@ class PagedWorker:
     def _prelude(self, stage: ScheduledStage, rows: list[Row]) -> tuple[list[int], list[int]]:
         depths = []
         extra = stage.header.extra or StageExtra()
-        assert extra == StageExtra(forced_tokens=extra.forced_tokens), "a prelude has forced tokens and nothing else"
+        may = StageExtra(forced_tokens=extra.forced_tokens, offloads=extra.offloads)
+        assert extra == may, "a prelude has forced tokens and offloads, and nothing else"
         for number, token in forced_tokens(extra).items():
             assert self.shared and self.slots[number].forced == token, "decoding again gives the same tokens"
             self.forced += 1

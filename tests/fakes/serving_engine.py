@@ -220,4 +220,5 @@ class FakeEngine:
         reason = FinishReason.STOP if stop else last
         accepted, rejected = fake_drafts(position) if resolved.speculation else (0, 0)
         event = TokenEvent(0, (token,), (depth,), reason, token if stop else None, scores, prompt_scores)
-        return msgspec.structs.replace(event, accepted_drafts=accepted, rejected_drafts=rejected)
+        cached = 0 if position or resolved.cache_salt else len(prompt) // 2
+        return msgspec.structs.replace(event, accepted_drafts=accepted, rejected_drafts=rejected, cached_tokens=cached)

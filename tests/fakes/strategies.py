@@ -19,7 +19,10 @@ COMMON_PREFIXES = ([], list(range(8)), [*range(5), 9, 9, 9], list(range(8, 15)))
 
 @st.composite
 def configs(
-    draw, policies=("cb", "no-refill", "refill"), modes=("off", "async", "lookahead"), preemption=("off", "recompute")
+    draw,
+    policies=("cb", "no-refill", "refill"),
+    modes=("off", "async", "lookahead"),
+    preemption=("off", "recompute", "offload"),
 ):
     width = draw(st.integers(1, 6))
     block_size = draw(st.integers(1, 4))
@@ -28,6 +31,7 @@ def configs(
     blocks = draw(st.integers(max(1, need // 2), need * width + 2))
     r_max = draw(st.integers(1, 5))
     layout = draw(st.sampled_from([layout for layout in KVLayout if layout.allows_early_exit]))
+    preempts = draw(st.sampled_from(preemption))
     return SchedulerConfig(
         policy=draw(st.sampled_from(policies)),
         max_num_seqs=width,
@@ -41,7 +45,8 @@ def configs(
         buckets=draw(st.sampled_from([(8,), (1, 2, 4, 8), (2, 6)])),
         vocab_size=VOCAB,
         kv_headroom=draw(st.sampled_from([0.0, 0.0, 0.2])),
-        preemption=draw(st.sampled_from(preemption)),
+        preemption=preempts,
+        host_blocks=draw(st.integers(1, 2 * need * width)) if preempts == "offload" else 0,
         async_scheduling=draw(st.sampled_from(modes)),
         kv_layout=layout,
         prefix_caching=layout.keeps_every_loop(r_max) and draw(st.booleans()),

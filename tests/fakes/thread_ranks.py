@@ -16,6 +16,7 @@ from depthbatch.common.frames import Int32Array
 from depthbatch.common.messages import PLAIN, StageBatch
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import KVPlan
+from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.models.interface import LoopedModel
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.models.tensor_parallel import TensorParallel
@@ -92,10 +93,12 @@ class ThreadRank(Ranks):
             self._plans.put(plan)
         return plan
 
-    def runner(self, stages: Any, limits: Any, device: torch.device, grammars: Any) -> PlainRunner:
+    def runner(
+        self, stages: Any, limits: Any, device: torch.device, grammars: Any, host_kv: HostKV | None
+    ) -> PlainRunner:
         if self.parallel.rank:
-            return PlainRunner(stages, limits, device)
-        return LeadingRunner(stages, limits, device, grammars, self._tell, lambda: None)
+            return PlainRunner(stages, limits, device, host_kv=host_kv)
+        return LeadingRunner(stages, limits, device, grammars, host_kv, self._tell, lambda: None)
 
     def _tell(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> None:
         assert header.variant == PLAIN, "another rank is to decide something"

@@ -24,6 +24,7 @@ BAD: list[tuple[str, Any]] = [
     ("exit_depths", [0]), ("exit_depths", [256]), ("exit_depths", 2), ("exit_depths", [2, 9]),
     ("bad_words", [""]), ("bad_words", "x"), ("bad_words", ["x" * 65]), ("bad_words", ["x"] * 65), ("bad_words", [1]),
     ("allowed_token_ids", []), ("allowed_token_ids", [264]), ("allowed_token_ids", [1.5]), ("allowed_token_ids", 5),
+    ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", "x" * 1025),
     ("gate", "nonsense"), ("gate", 3), ("gate", "replay"), ("gate", "fixed"), ("gate", "lookahead"),
     ("ignore_eos", 1), ("speculation", 0), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 101.0}), ("logit_bias", [1]),
     ("num_loops", 5), ("min_loops", 1), ("max_tokens", 512), ("max_tokens", 2000),

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from depthbatch.common.errors import ConfigError
 from depthbatch.frontend.http.answers import EventEncoder, event
+from depthbatch.frontend.http.generation import Tally
 from depthbatch.frontend.http.settings import HttpConfig
+from depthbatch.frontend.output import OutputDelta
 from depthbatch.frontend.tokenizer import Tokenizer
 from fakes.http_server import LiveServer
 from fakes.serving_engine import NATURAL_LENGTH, R_MAX, fake_drafts, fake_logprob
@@ -95,6 +97,22 @@ def test_depths_and_usage(http: httpx.Client) -> None:
     assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == usage
     streamed = [depth for piece in pieces[:-1] for depth in piece["choices"][0]["exit_depths"]]
     assert streamed == choice["exit_depths"]
+
+
+def test_cached_tokens_in_usage(http: httpx.Client) -> None:
+    """Of a prompt what none of its choices had to prefill, once and not once a choice; the same in a stream's last event.
+    The fake engine finds half of each prompt, and nothing for requests with a salt."""
+    body = {"prompt": ["abcd", "abcdefgh"], "n": 3, "max_tokens": 4}
+    details = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 2 + 4}
+    pieces = events(http, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert pieces[-1]["usage"]["prompt_tokens_details"] == details
+    salted = http.post("/v1/completions", json={**body, "cache_salt": "mine"}).json()["usage"]
+    assert salted["prompt_tokens_details"] == {"cached_tokens": 0}
+    tally = Tally(prompt_tokens=8)
+    for choice, found in enumerate((0, 8)):
+        tally.add(choice, 0, OutputDelta("1", "", [5], [4], num_cached_tokens=found))
+    assert tally.usage()["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_drafts_in_usage(http: httpx.Client) -> None:

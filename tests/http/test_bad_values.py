@@ -45,11 +45,12 @@ BAD = [
     ("bad_words", "x"), ("bad_words", [""]), ("bad_words", [" "]), ("bad_words", ["x"] * 65), ("bad_words", ["x" * 65]),
     ("bad_words", ["a long word of bytes"]), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
     ("allowed_token_ids", [VOCAB_SIZE]), ("allowed_token_ids", 5),
+    ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", "x" * 1025),
     ("prompt", "x" * (MAX_MODEL_LEN + 1)),
 ]  # fmt: skip
 
 UNSUPPORTED = [
-    ("cache_salt", "x"), ("regex", "a+"), ("ebnf", "root ::= x"), ("json_schema", {}), ("spaces_between_special_tokens", False),
+    ("regex", "a+"), ("ebnf", "root ::= x"), ("json_schema", {}), ("spaces_between_special_tokens", False),
     ("structured_outputs", {"grammar": "x"}), ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
     ("stream_options", {"continuous_usage_stats": True}),
     ("best_of", 2), ("suffix", "x"), ("prompt_logprobs", 1), ("length_penalty", 2),

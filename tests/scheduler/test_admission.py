@@ -325,7 +325,7 @@ def test_a_block_stays_free_for_each_running_sequence_to_grow_into(preempted: bo
     admission = Scheduler(replace(BASE, num_blocks=21, max_num_batched_tokens=64)).admission
     for request_id in range(8):
         request = make_request(submit(request_id), BASE, False, request_id)
-        request.preempted = preempted
+        request.preemptions = int(preempted)
         admission.waiting.push(request)
     assert len(admission.pack()) == admitted
 
@@ -341,11 +341,11 @@ def test_the_victim_is_who_is_served_last(policy: str) -> None:
     requests, victims = harness.scheduler._requests, []
     preempt = requests.preempt
 
-    def watched(victim: Request) -> None:
+    def watched(victim: Request, may_offload: bool) -> None:
         running = [each for each in harness.scheduler.admission.rows.request if each is not None]
         assert victim.order == max(each.order for each in running)
         victims.append(victim.request_id)
-        preempt(victim)
+        preempt(victim, may_offload)
 
     requests.preempt = watched  # type: ignore[method-assign]
     harness.run()

@@ -193,13 +193,106 @@ def test_seeded_states_share_within_a_seed_only() -> None:
     assert harness.worker.adopted == 8
 
 
+def together(config: SchedulerConfig, *requests: Submit) -> Lockstep:
+    """Submitted before any stage; each gets the tokens of the plain loop."""
+    harness = Lockstep(config)
+    for each in requests:
+        assert harness.submit(each)
+    harness.run()
+    for each in requests:
+        expected = plain_decode(prompt_of(each), each.params, config)
+        assert harness.answers[each.request_id].tokens == expected.tokens
+    return harness
+
+
+def cached(harness: Lockstep) -> list[int]:
+    """Prompt tokens that each request was told to be cached."""
+    return [answer.cached_tokens for _, answer in sorted(harness.answers.items())]
+
+
+@pytest.mark.parametrize("max_tokens", [64, 16])
+def test_prompts_of_one_stage_share_blocks(max_tokens: int) -> None:
+    """Bug: only prompts of later stages found a prefix, so that the n siblings of a request, which come together, each
+    prefilled the whole prompt. The first of four prefills it, the others their last token, in the same stage."""
+    config = replace(CONFIG, max_num_seqs=4, buckets=(4,), num_blocks=40, max_num_batched_tokens=max_tokens)
+    prompt = list(range(17))
+    harness = together(config, *(request(i, prompt) for i in range(4)))
+    assert cached(harness) == [0, 16, 16, 16]
+    assert harness.scheduler.stats().prompt_tokens == 17 + 3
+    assert harness.scheduler.stats().stages["prefill"].steps == (1 if max_tokens == 64 else 2)
+
+
+def test_what_a_request_is_told_counts_its_first_prefill_alone() -> None:
+    """A sequence that is preempted finds its own prompt again; that is no saving."""
+    harness = Lockstep(replace(CONFIG, max_num_seqs=1, buckets=(1,)))
+    harness.submit(request(0, list(range(9)), max_tokens=6))
+    while len(harness.answers[0].tokens) < 3:
+        harness.dispatch()
+        harness.complete()
+    first = harness.scheduler.admission.rows.request[1]
+    assert first is not None
+    harness.scheduler._requests.preempt(first)
+    harness.run()
+    assert harness.worker.adopted == 8 and cached(harness) == [0]
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    """Requests of one salt share, those of another or of none do not see them."""
+    prompt = list(range(9))
+    harness = serve(
+        CONFIG, *(request(i, prompt, cache_salt=salt) for i, salt in enumerate(("", "a", "b", "a", "", "b")))
+    )
+    assert cached(harness) == [0, 0, 0, 8, 8, 8]
+
+
+CHAT = replace(CONFIG, num_blocks=40, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize(("generated", "found"), [(False, 8), (True, 16)])
+def test_outputs_are_shared_by_option(generated: bool, found: int) -> None:
+    """The second turn of a conversation begins with the first one's prompt and output. Of 10 and 9 tokens 18 are in the
+    cache, 4 blocks. At full depth nothing changes."""
+    config = replace(CHAT, generated_prefixes=generated)
+    harness = serve(config, request(0, list(range(10)), max_tokens=9))
+    turn = [*range(10), *harness.answers[0].tokens, 7, 8]
+    harness.submit(request(1, turn))
+    harness.run()
+    assert cached(harness) == [0, found]
+    assert harness.answers[1].tokens == plain_decode(turn, request(1, turn).params, config).tokens
+
+
+@pytest.mark.parametrize(
+    ("layout", "gate", "found"),
+    [
+        (KVLayout.LAST_EXITED, Gate.REPLAY, 16),
+        (KVLayout.DEPTH_INDEXED, Gate.FIXED, 8),
+        (KVLayout.DEPTH_INDEXED, Gate.NONE, 16),
+    ],
+)
+def test_outputs_with_holes_are_not_shared(layout: KVLayout, gate: Gate, found: int) -> None:
+    """Output of one loop of two: where its K/V are copied into the plane that it did not reach they can be shared, and
+    the next turn may say something else than after a prefill; where they are not, a deeper token would read nothing."""
+    config = replace(CHAT, kv_layout=layout, generated_prefixes=True)
+    harness = Lockstep(config)
+    shallow = {"max_loops": 1, "min_loops": 1} if gate is Gate.FIXED else {}
+    harness.submit(request(0, list(range(10)), max_tokens=9, gate=gate, exit_depths=b"\1" * 8, **shallow))
+    harness.run()
+    harness.submit(request(1, [*range(10), *harness.answers[0].tokens, 7, 8]))
+    harness.run()
+    assert cached(harness) == [0, found]
+
+
 def test_layouts_that_share_planes_are_refused() -> None:
-    """There a prompt sees a cached prefix at its last loop, and its own tokens at the loop that they are at."""
+    """There a prompt sees a cached prefix at its last loop, and its own tokens at the loop that they are at. Without the
+    option the cache is on where it changes nothing, and off there."""
     for layout in KVLayout:
         info = EngineInfo("fake", "fake", 40, 4, 1, Gate.NONE, tuple(Gate), 0.5, layout, 4, 60, 1, 64, 0, (64,), "", "")
         options = EngineConfig(prefix_caching="on")
         if layout in (KVLayout.LAST_EXITED, KVLayout.DEPTH_INDEXED):
             assert SchedulerConfig.resolve(options, info).prefix_caching
+            assert SchedulerConfig.resolve(EngineConfig(), info).prefix_caching
+            assert not SchedulerConfig.resolve(EngineConfig(prefix_caching="off"), info).prefix_caching
         else:
+            assert not SchedulerConfig.resolve(EngineConfig(), info).prefix_caching
             with pytest.raises(ConfigError, match=f"prefix-caching needs a KV layout .* {layout} "):
                 SchedulerConfig.resolve(options, info)

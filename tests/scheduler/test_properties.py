@@ -104,13 +104,19 @@ def test_policies_agree_on_tokens_and_depths(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "layout"),
-    [("off", KVLayout.LAST_EXITED), ("lookahead", KVLayout.LAST_EXITED), ("lookahead", KVLayout.SINGLE)],
+    ("mode", "layout", "host_blocks"),
+    [
+        ("off", KVLayout.LAST_EXITED, 0),
+        ("lookahead", KVLayout.LAST_EXITED, 12),
+        ("lookahead", KVLayout.SINGLE, 0),
+        ("lookahead", KVLayout.SINGLE, 12),
+    ],
 )
-def test_ten_thousand_random_operations_end_with_everything_free(mode: str, layout: KVLayout) -> None:
+def test_ten_thousand_random_operations_end_with_everything_free(mode: str, layout: KVLayout, host_blocks: int) -> None:
     """Aborts in every state, twice, for unknown ids, with completions in flight; scarce blocks, all gates. The check
     that free + held is the total runs inside, on every idle; here the counts are compared once more. Rebuilt sequences,
-    thousands of whose tokens are decoded a second time under the shared layout, say what the plain loop says."""
+    thousands of whose tokens are decoded a second time under the shared layout, say what the plain loop says, and so do
+    those whose K/V wait in host memory, where there is room for a few."""
     rng = random.Random(7)
     config = SchedulerConfig(
         policy="refill",
@@ -126,6 +132,8 @@ def test_ten_thousand_random_operations_end_with_everything_free(mode: str, layo
         vocab_size=VOCAB,
         async_scheduling=mode,
         kv_layout=layout,
+        preemption="offload" if host_blocks else "recompute",
+        host_blocks=host_blocks,
     )
     harness = Lockstep(config, verify_every=7)
     ids = 0
@@ -145,7 +153,8 @@ def test_ten_thousand_random_operations_end_with_everything_free(mode: str, layo
     assert scheduler.admission.blocks.free == config.usable_blocks and scheduler.admission.slots.free == 8
     assert all(answer.finish_reason is not None for answer in harness.answers.values())
     assert scheduler.counters.preemptions > 10 and len(harness.answers) > 400 and harness.worker.mixed_depths >= 3
-    assert harness.worker.rebuilt > 20 and (harness.worker.forced > 20) == (layout is KVLayout.SINGLE)
+    assert harness.worker.rebuilt > 20 and (harness.worker.restored > 20) == (host_blocks > 0)
+    assert (harness.worker.forced > 20) == (layout is KVLayout.SINGLE and not host_blocks)
     for request_id, answer in harness.answers.items():
         submit = harness.submits[request_id]
         expected = plain_decode(prompt_of(submit), submit.params, config)

@@ -53,11 +53,18 @@ def test_the_info_says_what_was_built() -> None:
 def test_a_layout_that_the_model_is_not_trained_for_is_said_at_start(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: Ouro under ``single`` answers 2 % of what it answers under its own layout, and nothing said so."""
     for layout, warned in (("single", True), ("first_then_shared", False), (None, False)):
-        print_start(built(kv_layout=layout, exit_threshold=0.5).info, {"top_k": 3})
+        print_start(built(kv_layout=layout, exit_threshold=0.5, prefix_caching="off").info, {"top_k": 3})
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 2 + warned and lines[-1].endswith("top_k 3")
         assert warned == ("warning: ouro is not trained for kv_layout single" in lines[1])
-    assert built(HUGINN, kv_layout="single", max_loops=None).info.notes == ()
+    assert built(HUGINN, kv_layout="single", max_loops=None, prefix_caching="off").info.notes == ()
+
+
+def test_a_start_says_that_the_prefix_cache_is_off() -> None:
+    """It is on by default, but not where a hit would change answers. Who has turned it off is not told."""
+    [said] = built(HUGINN, kv_layout="single", max_loops=None).info.notes
+    assert said == "prefix caching is off: under kv_layout single loops share a plane, and a hit would change answers"
+    assert built(HUGINN, kv_layout="last_exited", max_loops=None).info.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def run(engine: LockstepEngine, disturbances: Sequence[Disturbance] = ()) -> tup
     ("model", "layout", "policy", "more"),
     [
         ("demo", "single", "cb", {}),
-        ("demo", "first_then_shared", "refill", {}),
+        ("demo", "first_then_shared", "refill", {"preemption": "offload"}),
         ("demo", "last_exited", "auto", {}),
         ("demo", "last_exited", "refill", {"speculation": 2}),
         ("demo", "depth_indexed", "no-refill", {"prefix_caching": "on"}),

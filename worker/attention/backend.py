@@ -86,7 +86,11 @@ def heads_together(x: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionBackend(ABC):
-    """Owns the KV memory in its own layout."""
+    """Owns the KV memory in its own layout: of layer ``l`` a tensor each for K and V, whose first dimension is the
+    physical block."""
+
+    k_cache: list[torch.Tensor]
+    v_cache: list[torch.Tensor]
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self.geometry = geometry

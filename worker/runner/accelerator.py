@@ -1,6 +1,7 @@
-"""An accelerator as three ordered lanes of work and marks between them, and a watch over marks; the CUDA one.
+"""An accelerator as four ordered lanes of work and marks between them, and a watch over marks; the CUDA one.
 
-``upload`` moves inputs, ``compute`` runs stages, ``download`` moves results. Work on one lane runs in order; lanes run
+``upload`` moves inputs, ``compute`` runs stages, ``download`` moves results, ``swap`` moves the K/V of preempted sequences.
+Work on one lane runs in order; lanes run
 at the same time unless one is told to wait for a mark of another. The interface is this small so that a test can stand
 in an accelerator that interleaves lanes as adversely as the rules allow.
 """
@@ -25,6 +26,7 @@ class Lane(IntEnum):
     UPLOAD = 0
     COMPUTE = 1
     DOWNLOAD = 2
+    SWAP = 3
 
 
 class Mark(Protocol):

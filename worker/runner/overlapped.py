@@ -24,6 +24,7 @@ from torch import Tensor
 from depthbatch.common.frames import SLOT_PARAM_WORDS, Int32Array, Stage, prefill_words, slot_param_words
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import PLAIN, RowFailure, StageBatch, StageResult, Variant
+from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.models.interface import ModelSpec
 from depthbatch.worker.runner.accelerator import Accelerator, CompletionWatch, Lane, Mark, Work
 from depthbatch.worker.runner.prefill_graphs import PiecewisePrefill
@@ -78,6 +79,7 @@ class RingEntry:
     stage: StageInput | None = None  # None: free
     started: Mark | None = None
     ended: Mark | None = None
+    moved: tuple[Mark, Mark] | None = None  # before and after the copies between KV and host memory
     n_logprobs: int = 0  # values of the logprobs behind the stage's values
     prompt_logprobs: Tensor | None = None  # int32 [n_targets, logprob columns], pinned
     constrained: list[int] = field(default_factory=list)  # slots that get a token, matchers still to be told which
@@ -98,8 +100,10 @@ class OverlappedRunner:
         accelerator: Accelerator,
         max_prefill_tokens: int,
         grammars: Grammars | None = None,
+        host_kv: HostKV | None = None,
     ) -> None:
         self.stages = stages
+        self._host_kv = host_kv
         self.grammars = grammars
         self.limits = limits
         self._accelerator = accelerator
@@ -125,6 +129,7 @@ class OverlappedRunner:
             self._settle_matchers()
         masks = begin_stage(self.grammars, stage)
         self._upload(entry, stage, masks)
+        self._move(entry, stage)
         accelerator = self._accelerator
         entry.started = accelerator.mark(Lane.COMPUTE)
         downloads = self._prefill(entry, stage) if stage.stage is Stage.PREFILL else self._decode(entry, stage)
@@ -149,11 +154,27 @@ class OverlappedRunner:
         self._watch.wait(step_id)
         self._tell_matchers(entry, entry.stage)
         start_s, end_s = self._accelerator.passed_s(entry.started), self._accelerator.passed_s(entry.ended)
-        result = _output(entry, entry.stage).result(step_id, start_s, end_s)
-        entry.stage = entry.prompt_logprobs = None
+        output = _output(entry, entry.stage)
+        if entry.moved is not None:
+            begun_s, moved_s = map(self._accelerator.passed_s, entry.moved)
+            output = output._replace(moved_s=moved_s - begun_s)
+        result = output.result(step_id, start_s, end_s)
+        entry.stage = entry.prompt_logprobs = entry.moved = None
         entry.failed = ()
         entry.kept.clear()
         return result
+
+    def _move(self, entry: RingEntry, stage: StageInput) -> None:
+        """Copies between KV and host memory: after all stages before this one, which waits for them."""
+        if self._host_kv is None or not (stage.offloads.size or stage.restores.size):
+            return
+        accelerator = self._accelerator
+        accelerator.wait_on_lane(Lane.SWAP, accelerator.mark(Lane.COMPUTE))
+        begun = accelerator.mark(Lane.SWAP)
+        accelerator.submit(Lane.SWAP, partial(self._host_kv.move, stage.offloads, stage.restores))
+        ended = accelerator.mark(Lane.SWAP)
+        accelerator.wait_on_lane(Lane.COMPUTE, ended)
+        entry.moved = begun, ended
 
     def _new_entry(self, words: int, result_words: int) -> RingEntry:
         accelerator, device = self._accelerator, self._accelerator.device

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from depthbatch.common.frames import Int32Array, Stage, slot_param_words
 from depthbatch.common.messages import StageBatch, StageResult, Variant
+from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.runner.stage_input import StageInput, StageLimits, parse_stage
 from depthbatch.worker.runner.stage_io import NO_OUTPUT, LaunchedStage, StageOutput
 from depthbatch.worker.runner.stage_tensors import PrefillInput, SharedDecodeBuffers
@@ -23,17 +24,28 @@ class PlainRunner:
     completions: int | None = None
 
     def __init__(
-        self, stages: Stages, limits: StageLimits, device: torch.device, grammars: Grammars | None = None
+        self,
+        stages: Stages,
+        limits: StageLimits,
+        device: torch.device,
+        grammars: Grammars | None = None,
+        host_kv: HostKV | None = None,
     ) -> None:
         self.stages = stages
         self.grammars = grammars
         self.limits = limits
         self._buffers = SharedDecodeBuffers(limits, device)
         self._device = device
+        self._host_kv = host_kv
 
     def launch(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None = None) -> LaunchedStage:
-        start_s = time.monotonic()
+        arrived_s = time.monotonic()
         stage = parse_stage(header, frame, slot_params, self.limits)
+        start_s, moved_s = arrived_s, 0.0
+        if self._host_kv is not None and (stage.offloads.size or stage.restores.size):
+            self._host_kv.move(stage.offloads, stage.restores)
+            start_s = time.monotonic()
+            moved_s = start_s - arrived_s
         with torch.inference_mode():
             if stage.slot_params.size:
                 self.stages.slots.set_params(self._upload(slot_param_words(stage.slot_params)))
@@ -44,6 +56,8 @@ class PlainRunner:
         if masks is not None and self.grammars is not None:
             self.grammars.note(stage.given.tolist(), output.token_ids.tolist())
             output = output._replace(failed=self.grammars.take_failures(stage))
+        if moved_s:
+            output = output._replace(moved_s=moved_s)
         return LaunchedStage(header, start_s, 0.0, output)
 
     def finished(self, stage: LaunchedStage) -> bool:

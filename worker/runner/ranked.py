@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.messages import PLAIN, StageBatch, StageExtra, Variant
+from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.runner.plain import PlainRunner
 from depthbatch.worker.runner.stage_input import StageLimits
 from depthbatch.worker.runner.stage_io import LaunchedStage
@@ -60,10 +61,11 @@ class LeadingRunner(PlainRunner):
         limits: StageLimits,
         device: torch.device,
         grammars: Grammars | None,
+        host_kv: HostKV | None,
         tell: Tell,
         failed: Callable[[], None],
     ) -> None:
-        super().__init__(stages, limits, device, grammars)
+        super().__init__(stages, limits, device, grammars, host_kv)
         self._tell = tell
         self._failed = failed
 
@@ -80,5 +82,10 @@ def without_decisions(header: StageBatch) -> StageBatch:
     """A stage as ranks other than 0 run it: no gates, no sampling, nothing that shapes or scores tokens."""
     extra = header.extra
     if extra is not None:
-        extra = StageExtra(depths=extra.depths, forced_tokens=extra.forced_tokens)
+        extra = StageExtra(
+            depths=extra.depths,
+            forced_tokens=extra.forced_tokens,
+            offloads=extra.offloads,
+            restores=extra.restores,
+        )
     return structs.replace(header, variant=PLAIN, extra=extra)

@@ -14,6 +14,7 @@ from depthbatch.common.frames import (
     FORCED_TOKEN_FIELDS,
     MAX_ADJUSTMENTS,
     MAX_BAD_SEQUENCES,
+    MOVE_FIELDS,
     ROW_AUX,
     ROW_FIELDS,
     ROW_LANE,
@@ -36,6 +37,7 @@ from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra, Var
 _STAGES = frozenset(stage.value for stage in Stage)
 _VARIANTS = sum(Variant)
 _NONE = np.empty(0, np.int32)
+_NO_MOVES = np.empty((0, MOVE_FIELDS), np.int32)
 _NO_SLOT_PARAMS = np.empty(0, SLOT_PARAMS)
 MOST_DRAFT_ROWS = 512  # of one decode stage, drafts included, unless there are more slots
 EXACT_ROWS = 128  # beyond, a step of 8 is at most 6 % of padding
@@ -76,6 +78,7 @@ class StageLimits(NamedTuple):
     vocab_size: int
     buckets: tuple[int, ...]  # ascending row counts of decode stages
     lanes: int = 1  # of each slot
+    host_blocks: int = 0  # blocks 0 .. host_blocks - 1 of host memory
 
 
 class StageInput(NamedTuple):
@@ -98,6 +101,8 @@ class StageInput(NamedTuple):
     depths: Int32Array = _NONE  # [n_tokens], or none: r_max everywhere
     forced: Int32Array = _NONE  # [n, 2]: slot, token that it goes on with in place of a sampled one
     grammars: tuple[GrammarStart, ...] = ()
+    offloads: Int32Array = _NO_MOVES  # [n, 2]: KV block, block of host memory
+    restores: Int32Array = _NO_MOVES  # [n, 2]: block of host memory, KV block
 
     @property
     def rows(self) -> int:
@@ -233,8 +238,9 @@ def _prefill(header: StageBatch, frame: Int32Array, params: SlotParamRows, limit
 def _with_extra(stage: StageInput, header: StageBatch, extra: StageExtra, limits: StageLimits) -> StageInput:
     """The stage with what few have."""
     decodes = stage.stage is not Stage.PREFILL
-    forced_only = stage.stage is Stage.PRELUDE and extra == StageExtra(forced_tokens=extra.forced_tokens)
-    _require(not decodes or forced_only, header, "a decode stage with extra inputs")
+    of_prelude = StageExtra(forced_tokens=extra.forced_tokens, offloads=extra.offloads, restores=extra.restores)
+    may = stage.stage is Stage.PRELUDE and extra == of_prelude
+    _require(not decodes or may, header, "a decode stage with extra inputs")
     whole = stage._replace(
         adjustments=_rows(header, "adjustments", extra.adjustments, ADJUSTMENT_FIELDS),
         bad_sequences=_rows(header, "bad sequences", extra.bad_sequences, 2 + BAD_SEQUENCE_TOKENS),
@@ -243,6 +249,8 @@ def _with_extra(stage: StageInput, header: StageBatch, extra: StageExtra, limits
         depths=np.frombuffer(extra.depths, np.uint8).astype(np.int32),
         forced=_rows(header, "forced tokens", extra.forced_tokens, FORCED_TOKEN_FIELDS),
         grammars=extra.grammars,
+        offloads=_rows(header, "offloads", extra.offloads, MOVE_FIELDS),
+        restores=_rows(header, "restores", extra.restores, MOVE_FIELDS),
     )
     _check_extra(whole, header, limits)
     return whole
@@ -274,7 +282,10 @@ def _check_extra(stage: StageInput, header: StageBatch, limits: StageLimits) -> 
     _require(known, header, "grammar of a slot that does not exist")
     depths = stage.depths
     _require(depths.size in (0, header.n_tokens), header, f"{depths.size} depths for {header.n_tokens} tokens")
-    _require(_within(depths, 1, limits.r_max), header, "depth out of range")
+    _require(_within(depths, 0, limits.r_max), header, "depth out of range")
+    for blocks, host in (stage.offloads.T, stage.restores.T[::-1]):
+        _require(_within(blocks, 1, limits.num_blocks - 1), header, "copy of a block that does not exist")
+        _require(_within(host, 0, limits.host_blocks - 1), header, "copy of a host block that does not exist")
     slots, tokens = stage.forced.T
     free = np.setdiff1d(stage.slots, stage.given)
     _require(bool(np.isin(slots, free).all()), header, "forced token of a slot that is not in it, or is sampled")

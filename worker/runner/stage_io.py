@@ -26,6 +26,7 @@ class StageOutput(NamedTuple):
     logprobs: Int32Array = NO_TOKENS  # one row a sampled sequence, flat; empty unless asked for
     prompt_logprobs: Int32Array = NO_TOKENS  # one row a target of a prefill, flat
     failed: tuple[RowFailure, ...] = ()
+    moved_s: float = 0.0  # of copies between KV and host memory before it
 
     @classmethod
     def of_gates(cls, stage: Stage, values: Bytes) -> "StageOutput":
@@ -44,6 +45,7 @@ class StageOutput(NamedTuple):
             logprobs=self.logprobs.tobytes(),
             prompt_logprobs=self.prompt_logprobs.tobytes(),
             failed=self.failed,
+            moved_s=self.moved_s,
         )
 
 

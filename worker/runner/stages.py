@@ -224,6 +224,8 @@ class Stages:
             ends.index_copy_(0, chunks.slots.long(), chunks.starts + chunks.lengths)
             lanes = self.slots.lanes_at(slots, ends.index_select(0, slots))
             self._take_forced(chunks.forced, lanes, Variant.LOGITS in variant)
+        if chunks.depths is not None:  # tokens at depth 0 run along, too, but their K/V stay what they are
+            rows = rows._replace(token_slots=rows.token_slots.masked_fill(chunks.depths == 0, 0))
         item = self.model.prelude(chunks.token_ids, rows.positions, seeds, context(self.backend, rows))
         for loop in range(1, self.r_max + 1):
             rows_of_loop = rows._replace(plane=self.layout.plane(loop))

@@ -1,0 +1,204 @@
+"""``depthbatch bench kv-memory WHAT``: what the prefix cache gives and costs, and how fast K/V go to host memory.
+
+``hits``: requests that begin with the same tokens, all at once, through the real processes without the cache and with it:
+TTFT, tokens/s. ``misses``: requests that have nothing in common; two engines, one with the cache, take turns, so that what
+it costs is not what the machine does meanwhile. ``copies``: blocks to host memory and back against one plain copy of as
+many bytes, in turns. The model has the demo's size and made-up weights.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from depthbatch.benchmarks.plain_loop import Shape
+from depthbatch.benchmarks.record import write_json
+from depthbatch.common.config import EngineConfig
+from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.llm import LLM
+from depthbatch.frontend.params import SamplingParams
+
+SHAPE = Shape(layers=1, hidden=128, heads=4, intermediate=512, vocab=264, loops=4)
+WHAT = ("hits", "misses", "copies")
+LENGTH = 4096  # tokens of the longest sequence
+OWN_TOKENS = 50  # of a prompt, behind what it shares
+MISS_TOKENS = 400  # of a prompt that shares nothing
+COPIED_BLOCKS = 4096
+
+
+def add_kv_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """What, on which device, and how much."""
+    parser.add_argument("what", metavar="WHAT", choices=WHAT, help=", ".join(WHAT))
+    parser.add_argument("--device", default="cpu", help="cpu, or simulated:PROFILE (hits and misses)")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--prefix-tokens", type=int, default=2000, help="tokens that all prompts of hits begin with")
+    parser.add_argument("--output-tokens", type=int, default=20)
+    parser.add_argument("--w", type=int, default=32, help="W: most active sequences")
+    parser.add_argument("--rounds", type=int, default=12, help="of misses and copies")
+    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+
+
+def run_kv_memory(args: argparse.Namespace) -> int:
+    """Measures one of WHAT. Raises ConfigError, EngineDeadError."""
+    with dummy_model() as directory:
+        measure = {"hits": measure_hits, "misses": measure_misses, "copies": measure_copies}[args.what]
+        write_json(measure(args, directory), args.output)
+    return 0
+
+
+@contextmanager
+def dummy_model() -> Iterator[str]:
+    """A directory with the shape's config.json alone."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = SHAPE.config() | {"max_position_embeddings": LENGTH, "torch_dtype": "float32"}
+        Path(directory, "config.json").write_text(json.dumps(config))
+        yield directory
+
+
+def engine_config(args: argparse.Namespace, directory: str, prefix_caching: str) -> EngineConfig:
+    return EngineConfig(
+        model=directory,
+        load_format="dummy",
+        device=args.device,
+        kv_layout="last_exited",
+        max_num_seqs=args.w,
+        max_model_len=LENGTH,
+        prefix_caching=prefix_caching,
+    )
+
+
+def params(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+
+
+# --- hits
+
+
+def measure_hits(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """Both caches' figures and their ratios."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, SHAPE.vocab, args.prefix_tokens).tolist()
+    prompts = [[*shared, *rng.integers(3, SHAPE.vocab, OWN_TOKENS).tolist()] for _ in range(args.requests)]
+    runs = {
+        caching: asyncio.run(serve(engine_config(args, directory, caching), prompts, args.output_tokens))
+        for caching in ("off", "on")
+    }
+    ratios = {name: runs["on"][name] / runs["off"][name] for name in runs["on"] if name != "cached_tokens"}
+    setting = {name: getattr(args, name) for name in ("device", "requests", "prefix_tokens", "output_tokens", "w")}
+    return setting | {"own_tokens": OWN_TOKENS} | runs | {"on_over_off": ratios}
+
+
+async def serve(config: EngineConfig, prompts: list[list[int]], output_tokens: int) -> dict[str, float]:
+    """All prompts at once: TTFT from then on in seconds, tokens a second, prompt tokens found in the cache."""
+    async with AsyncEngine.from_config(config, quiet=True) as engine:
+        async for _ in engine.generate([5] * 4, params(2)):
+            pass
+        begin_s = time.perf_counter()
+
+        async def one(prompt: list[int]) -> tuple[float, int]:
+            first_s, cached = 0.0, 0
+            async for delta in engine.generate(prompt, params(output_tokens)):
+                first_s = first_s or time.perf_counter() - begin_s
+                cached += delta.num_cached_tokens
+            return first_s, cached
+
+        firsts, cached = zip(*await asyncio.gather(*map(one, prompts)), strict=True)
+        duration_s = time.perf_counter() - begin_s
+    return {
+        "mean_ttft_s": statistics.mean(firsts),
+        "p99_ttft_s": float(np.percentile(firsts, 99)),
+        "tokens_per_s": len(prompts) * output_tokens / duration_s,
+        "cached_tokens": sum(cached),
+    }
+
+
+# --- misses
+
+
+def measure_misses(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """Tokens a second with the cache over those without, round by round; what it found (nothing)."""
+    rng = np.random.default_rng(0)
+    ratios = []
+    with (
+        LLM.from_config(engine_config(args, directory, "off"), quiet=True) as without,
+        LLM.from_config(engine_config(args, directory, "on"), quiet=True) as cached,
+    ):
+        for index in range(args.rounds + 1):  # the first one warms up
+            prompts = rng.integers(3, SHAPE.vocab, (args.requests, MISS_TOKENS)).tolist()
+            pair = ((without, cached), (cached, without))[index % 2]
+            seconds = {id(llm): generate_s(llm, prompts, args.output_tokens) for llm in pair}
+            if index:
+                ratios.append(seconds[id(without)] / seconds[id(cached)])
+        stats = cached.scheduler_stats().core
+    assert stats is not None and stats.prefix_cache is not None
+    spread = statistics.stdev(ratios) / len(ratios) ** 0.5
+    return {
+        "device": args.device,
+        "requests": args.requests,
+        "prompt_tokens": MISS_TOKENS,
+        "output_tokens": args.output_tokens,
+        "w": args.w,
+        "hits": stats.prefix_cache.hits,
+        "on_over_off": {"mean": statistics.mean(ratios), "standard_error": spread, "rounds": ratios},
+    }
+
+
+def generate_s(llm: LLM, prompts: list[list[int]], output_tokens: int) -> float:
+    begin_s = time.perf_counter()
+    llm.generate(prompts, params(output_tokens))
+    return time.perf_counter() - begin_s
+
+
+# --- copies
+
+
+def measure_copies(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """Bytes a second to host memory and back, of blocks that lie together and of blocks in any order, over those of one
+    plain copy."""
+    import torch
+
+    from depthbatch.worker.attention.backend import AttentionBackend
+    from depthbatch.worker.build import build_runner
+    from depthbatch.worker.host_kv import HostKV
+
+    config = engine_config(args, directory, "off")
+    stages = build_runner(config).runner.stages
+    backend: AttentionBackend = stages.backend
+    blocks = min(COPIED_BLOCKS, backend.geometry.num_blocks - 1)
+    host = HostKV(backend, blocks)
+    size = sum(cache[:planes].nbytes for cache, planes in zip(backend.k_cache, backend.geometry.planes, strict=True))
+    total = 2 * size * blocks  # K and V
+    source, target = (torch.zeros(total, dtype=torch.uint8) for _ in range(2))
+    none, rows = np.empty((0, 2), np.int32), np.arange(blocks, dtype=np.int32)
+    orders = {"together": rows + 1, "scattered": np.random.default_rng(0).permutation(rows).astype(np.int32) + 1}
+    seconds: dict[str, list[float]] = {}
+    for index in range(args.rounds + 1):  # the first one touches all memory
+        timed = {"plain": _seconds(lambda: target.copy_(source))}
+        for name, order in orders.items():
+            out, back = np.stack([order, rows], axis=1), np.stack([rows, order], axis=1)
+            timed[f"out, {name}"] = _seconds(lambda out=out: host.move(out, none))  # type: ignore[misc]
+            timed[f"back, {name}"] = _seconds(lambda back=back: host.move(none, back))  # type: ignore[misc]
+        if index:
+            for name, taken_s in timed.items():
+                seconds.setdefault(name, []).append(taken_s)
+    best = {name: min(values) for name, values in seconds.items()}
+    return {
+        "block_bytes": 2 * size,
+        "blocks": blocks,
+        "gib_per_s": {name: total / (1 << 30) / value for name, value in best.items()},
+        "over_plain_copy": {name: best["plain"] / value for name, value in best.items() if name != "plain"},
+    }
+
+
+def _seconds(work: Any) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s
