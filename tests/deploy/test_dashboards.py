@@ -92,7 +92,7 @@ def test_scheduler_counters_become_valid_exposition() -> None:
     families = {family.name: family for family in _families(generate_latest(registry))}
     wanted = {family.name for family in scheduler_families(stats)}
     assert set(families) == (wanted - UNEXPORTED) | {"depthbatch:process_restarts", "depthbatch:cache_config_info"}
-    assert wanted > UNEXPORTED and len(wanted) == 30
+    assert wanted > UNEXPORTED and len(wanted) == 33
     sizes = families["depthbatch:stage_batch_size"]
     assert sizes.type == "histogram"
     stages = {sample.labels["stage"] for sample in sizes.samples}
