@@ -170,6 +170,7 @@ def _by_policy(
             policy=policy,
             max_num_seqs=w,
             kv_layout=layout,
+            prefix_caching="off",  # a round's prompts are those of the last one
             threads=threads,
             async_scheduling="lookahead",
         )
@@ -286,6 +287,7 @@ class _Engine:
             kv_blocks=args.w * workload.longest,  # five engines share the memory; a block holds at least one token
             threads=args.threads,
             async_scheduling=args.async_scheduling,
+            prefix_caching="off",  # a round's prompts are those of the last one
         )
         self._llm = stack.enter_context(LLM.from_config(config, quiet=True))
         vocabulary = self._llm.info.vocab_size

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float64]
 Stats = Mapping[str, float]
-_SET_HERE = {"model", "policy", "max_num_seqs", "max_model_len", "min_coda_batch", "min_free_slots"}
+_SET_HERE = {"model", "policy", "max_num_seqs", "max_model_len", "min_coda_batch", "min_free_slots", "prefix_caching"}
 _STAGES = ("prefill", "prelude", "core", "coda")
 
 
@@ -95,7 +95,12 @@ def run_latency(args: argparse.Namespace) -> int:
     config = config_from_sources(args, model=args.model)
     longest = max(args.context) + args.tokens + 1
     config = msgspec.structs.replace(
-        config, policy="no-refill", max_num_seqs=max(args.batch), min_free_slots=1, max_model_len=longest
+        config,
+        policy="no-refill",
+        max_num_seqs=max(args.batch),
+        min_free_slots=1,
+        max_model_len=longest,
+        prefix_caching="off",  # a round's prompts are those of the last one
     )
     with LLM.from_config(config) as llm:
         loops = args.loops or sorted({1, max(1, llm.info.r_max // 2), llm.info.r_max})

@@ -102,6 +102,7 @@ def _config(
         speculation=args.speculation if speculates else "off",
         draft_depth=args.draft_depth if speculates else None,
         preemption=args.preemption,
+        prefix_caching="off",  # prompts of workloads without token ids are all alike
         async_scheduling=args.async_scheduling,
         **scheduling_options(args, k if policy == "refill" else None),
     )

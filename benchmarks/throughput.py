@@ -93,7 +93,8 @@ def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Reco
     with LLM.from_config(config, quiet=True) as llm:
         prompts = [r.prompt(index, llm.info.vocab_size).tolist() for index, r in enumerate(workload.requests)]
         params = [request.sampling() for request in workload.requests]
-        llm.generate(prompts[:_WARM_UP_REQUESTS], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+        others = [prompt[::-1] for prompt in prompts[:_WARM_UP_REQUESTS]]  # of which no prefix is in the cache then
+        llm.generate(others, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
         before, start_s = llm.scheduler_stats(), time.perf_counter()
         with tqdm(total=len(prompts), desc=config.policy, unit="req", file=sys.stderr, mininterval=1.0) as bar:
             llm.generate(prompts, params, lambda finished, total: bar.update(finished - bar.n) and None)

@@ -90,7 +90,6 @@ def scheduling_options(args: argparse.Namespace, k: int | None) -> dict[str, Any
         "max_num_batched_tokens": args.m,
         "min_free_slots": args.s,
         "min_coda_batch": k,
-        "prefix_caching": "off",  # prompts of workloads without token ids are all alike
     }
 
 
@@ -124,7 +123,9 @@ def _made(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     workload = Workload.read(args.file)
     choice = PolicyChoice.parse(args.policy)
     k = args.k if choice.k is None else choice.k
-    options = EngineConfig(policy=choice.policy, preemption="off", **scheduling_options(args, k))
+    # Prompts of workloads without token ids are all alike: no prefix cache.
+    given = scheduling_options(args, k)
+    options = EngineConfig(policy=choice.policy, preemption="off", prefix_caching="off", **given)
     info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
     if not args.live:
         return trace(workload, SchedulerConfig.resolve(options, info))
