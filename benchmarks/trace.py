@@ -129,8 +129,14 @@ def _made(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     info = virtual_engine(workload, args.w, args.r_max, args.kv_blocks)
     if not args.live:
         return trace(workload, SchedulerConfig.resolve(options, info))
-    live = msgspec.structs.replace(options, device=f"simulated:{args.profile}", async_scheduling=args.async_scheduling)
-    return live_trace(workload, msgspec.structs.replace(live, max_loops=args.r_max), info.num_blocks - 1)
+    live = msgspec.structs.replace(
+        options,
+        device=f"simulated:{args.profile}",
+        async_scheduling=args.async_scheduling,
+        kv_layout=info.kv_layout,
+        max_loops=args.r_max,
+    )
+    return live_trace(workload, live, info.num_blocks - 1)
 
 
 def _draw(lines: list[dict[str, Any]], args: argparse.Namespace) -> None:

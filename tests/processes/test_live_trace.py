@@ -20,8 +20,9 @@ def test_live_equals_the_core(policy: str, mode: str) -> None:
     """Hundreds of stages with refills and finishes: one stage launched early, late or with another row would shift all
     later queue sizes. All requests arrive in one message, else the first stages would depend on timing."""
     workload = Workload(Workload.read(WORKLOAD).requests[:40])
-    options = EngineConfig(policy=policy, max_num_seqs=16, preemption="off")
+    options = EngineConfig(policy=policy, max_num_seqs=16, preemption="off", prefix_caching="off")
     info = virtual_engine(workload, 16, 4, None)
+    options = msgspec.structs.replace(options, kv_layout=info.kv_layout)
     expected = list(trace(workload, SchedulerConfig.resolve(options, info)))
     live = msgspec.structs.replace(options, device="simulated:h100-ouro-1.4b", async_scheduling=mode)
     launched = list(live_trace(workload, live, info.num_blocks - 1))
