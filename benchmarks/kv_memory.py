@@ -1,8 +1,8 @@
 """``depthbatch bench kv-memory WHAT``: what the prefix cache gives and costs, and how fast K/V go to host memory.
 
 ``hits``: requests that begin with the same tokens, all at once, through the real processes without the cache and with it:
-TTFT, tokens/s. ``misses``: requests that have nothing in common; two engines, one with the cache, take turns, so that what
-it costs is not what the machine does meanwhile. ``copies``: blocks to host memory and back against one plain copy of as
+TTFT, tokens/s. ``misses``: what the cache adds to the scheduler core where requests have nothing in common, in virtual time,
+with and without it in turns. ``copies``: blocks to host memory and back against one plain copy of as
 many bytes, in turns. The model has the demo's size and made-up weights.
 """
 
@@ -21,10 +21,12 @@ import numpy as np
 
 from depthbatch.benchmarks.plain_loop import Shape
 from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.simulate import run_policy
+from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.config import EngineConfig
 from depthbatch.frontend.async_engine import AsyncEngine
-from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.params import SamplingParams
+from depthbatch.worker.simulated import find_profile
 
 SHAPE = Shape(layers=1, hidden=128, heads=4, intermediate=512, vocab=264, loops=4)
 WHAT = ("hits", "misses", "copies")
@@ -37,7 +39,8 @@ COPIED_BLOCKS = 4096
 def add_kv_memory_arguments(parser: argparse.ArgumentParser) -> None:
     """What, on which device, and how much."""
     parser.add_argument("what", metavar="WHAT", choices=WHAT, help=", ".join(WHAT))
-    parser.add_argument("--device", default="cpu", help="cpu, or simulated:PROFILE (hits and misses)")
+    parser.add_argument("--device", default="cpu", help="of hits: cpu, or simulated:PROFILE")
+    parser.add_argument("--profile", default="h100-ouro-1.4b", help="of misses: the device profile")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--prefix-tokens", type=int, default=2000, help="tokens that all prompts of hits begin with")
     parser.add_argument("--output-tokens", type=int, default=20)
@@ -124,37 +127,33 @@ async def serve(config: EngineConfig, prompts: list[list[int]], output_tokens: i
 
 
 def measure_misses(args: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """Tokens a second with the cache over those without, round by round; what it found (nothing)."""
-    rng = np.random.default_rng(0)
-    ratios = []
-    with (
-        LLM.from_config(engine_config(args, directory, "off"), quiet=True) as without,
-        LLM.from_config(engine_config(args, directory, "on"), quiet=True) as cached,
-    ):
-        for index in range(args.rounds + 1):  # the first one warms up
-            prompts = rng.integers(3, SHAPE.vocab, (args.requests, MISS_TOKENS)).tolist()
-            pair = ((without, cached), (cached, without))[index % 2]
-            seconds = {id(llm): generate_s(llm, prompts, args.output_tokens) for llm in pair}
-            if index:
-                ratios.append(seconds[id(without)] / seconds[id(cached)])
-        stats = cached.scheduler_stats().core
-    assert stats is not None and stats.prefix_cache is not None
-    spread = statistics.stdev(ratios) / len(ratios) ** 0.5
+    """Processor time of the scheduler core with the cache and without, in virtual time, in turns; the least of each
+    counts. What the cache adds, as a share of the device's time, is what it would cost if nothing of it were overlapped."""
+    profile, rng = find_profile(args.profile), np.random.default_rng(0)
+    prompts = rng.integers(0, profile.vocab_size, (args.requests, MISS_TOKENS))
+    requests = (WorkloadRequest(MISS_TOKENS, args.output_tokens, prompt_ids=tuple(row)) for row in prompts.tolist())
+    workload = Workload(tuple(requests))
+    core_s: dict[str, list[float]] = {"off": [], "on": []}
+    device_s, hits = 0.0, 0
+    for _ in range(args.rounds):
+        for caching, spent in core_s.items():
+            begin_s = time.process_time()
+            run = run_policy(profile, workload, args.w, policy="refill", prefix_caching=caching)
+            spent.append(time.process_time() - begin_s)
+            device_s = run.duration_s
+            hits += 0 if run.stats.prefix_cache is None else run.stats.prefix_cache.hits
+    added_s = min(core_s["on"]) - min(core_s["off"])
     return {
-        "device": args.device,
+        "profile": profile.name,
         "requests": args.requests,
         "prompt_tokens": MISS_TOKENS,
         "output_tokens": args.output_tokens,
         "w": args.w,
-        "hits": stats.prefix_cache.hits,
-        "on_over_off": {"mean": statistics.mean(ratios), "standard_error": spread, "rounds": ratios},
+        "hits": hits,
+        "core_s": {name: min(values) for name, values in core_s.items()},
+        "added_us_per_request": 1e6 * added_s / args.requests,
+        "share_of_device_time": added_s / device_s,
     }
-
-
-def generate_s(llm: LLM, prompts: list[list[int]], output_tokens: int) -> float:
-    begin_s = time.perf_counter()
-    llm.generate(prompts, params(output_tokens))
-    return time.perf_counter() - begin_s
 
 
 # --- copies
