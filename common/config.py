@@ -220,11 +220,7 @@ class EngineConfig(Options, frozen=True):
     ] = "zero"
     preemption: Annotated[
         str,
-        option(
-            "what happens when KV blocks run out: nothing is let in that might need more, or a sequence gives its own back "
-            "and is computed again, or (offload) copied to host memory and back where that is cheaper",
-            PREEMPTION,
-        ),
+        option("when KV blocks run out: a victim is computed again, or copied to host memory and back", PREEMPTION),
     ] = "recompute"
     swap_space: Annotated[
         Annotated[float, Meta(gt=0.0)] | None,
@@ -233,8 +229,8 @@ class EngineConfig(Options, frozen=True):
     prefix_caching: Annotated[
         str | None,
         option(
-            "keep the K/V of prompts, so that prompts which begin alike share them; generated: those of outputs too, as deep "
-            "as their tokens went (default: on where every loop has a KV plane, where it changes no answer)",
+            "keep the K/V of prompts (generated: and outputs), so that prompts which begin alike share them (default: on "
+            "where every loop has a KV plane: there no answer changes)",
             PREFIX_CACHING,
             bare="on",
         ),
@@ -372,9 +368,7 @@ class EngineConfig(Options, frozen=True):
     @property
     def swap_bytes(self) -> int:
         """Of host memory for preempted sequences."""
-        if self.preemption != "offload":
-            return 0
-        return int((self.swap_space or DEFAULT_SWAP_SPACE) * (1 << 30))
+        return int((self.swap_space or DEFAULT_SWAP_SPACE) * (1 << 30)) if self.preemption == "offload" else 0
 
     def to_json(self) -> str:
         """The form in which it is passed to child processes."""
