@@ -257,7 +257,7 @@ def test_attacks_are_refused_at_the_edge(server: ServeProcess, attack: str) -> N
 def test_frontend_killed_again_and_again() -> None:
     """kill -9 of the frontend, in start-up as well as in service, while /health is asked on connections of their own:
     each probe is answered, refused or reset. One that hangs would mean a socket that the kernel accepts for and nobody
-    reads. Every restart is one line of the log and one of the counter. (20 kills: serving_fakes/soak.py by hand.)"""
+    reads. Every restart is one line of the log and one of the counter. (20 kills: tests/fakes/soak.py by hand.)"""
     with ServeProcess("--device", DEVICE) as server:
         probes = soak(server, kills=3, limit_s=10.0)
         ends = {probe.end for probe in probes}

@@ -104,7 +104,7 @@ DISTURBANCES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_disturbed_runs_equal_the_references(directories: dict[Path, Path], data: st.DataObject) -> None:
     """Every gate side by side, policies, layouts, chunked prompts, results that come late; sequences preempted and

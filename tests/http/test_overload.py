@@ -322,7 +322,7 @@ def test_one_key_cannot_take_all_places(tokenizer: Tokenizer) -> None:
     ) as server:
         url, one = server.url + "/v1/completions", {"prompt": "x", "max_tokens": 1}
         first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
-        running = [Background(server, LONG, first) for _ in range(2)]
+        running = [Background(server, {**LONG, "max_tokens": 120}, first) for _ in range(2)]
         wait_until(lambda: server.service.limit.in_flight == 2)
         refused = httpx.post(url, json=one, headers=first, timeout=LIMIT_S)
         assert refused.status_code == 503 and "2 of the 2 places" in refused.json()["error"]["message"]

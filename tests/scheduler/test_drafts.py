@@ -96,7 +96,7 @@ def same_as_plain(harness: Lockstep) -> None:
             assert (count, answer.finish_reason) == (len(expected.tokens), expected.finish_reason)
 
 
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=100)
 @given(st.data())
 def test_drafts_change_no_token_and_no_depth(data: st.DataObject) -> None:
     """The whole contract at once: chains of every length, drafts read at every depth and right by any share, every gate,
@@ -110,7 +110,7 @@ def test_drafts_change_no_token_and_no_depth(data: st.DataObject) -> None:
     same_as_plain(harness)
 
 
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=100)
 @given(st.data())
 def test_any_interleaving_ends_with_every_request_answered_once(data: st.DataObject) -> None:
     """Submits and aborts at any time, chains cut in every state, blocks scarce, worker and scheduler lost with drafts

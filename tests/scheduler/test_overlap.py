@@ -32,7 +32,7 @@ def scripted(config: SchedulerConfig, requests, aborts, mode: str, late: bool, s
     return harness
 
 
-@settings(SLOW, max_examples=200)
+@settings(SLOW, max_examples=100)
 @given(st.data())
 def test_lookahead_takes_the_decisions_of_off(data: st.DataObject) -> None:
     """Row "overlapped scheduling: stale placeholder after preemption, input buffer overwritten in use, slot reused
@@ -58,7 +58,7 @@ def test_lookahead_takes_the_decisions_of_off(data: st.DataObject) -> None:
             assert ahead.answers[request_id] == answer
 
 
-@settings(SLOW, max_examples=150)
+@settings(SLOW, max_examples=75)
 @given(st.data())
 def test_stop_tokens_change_the_schedule_but_not_the_answers(data: st.DataObject) -> None:
     """A stop token is found one result late; what ran meanwhile is dropped. Preemption is off here because a request

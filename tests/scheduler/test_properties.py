@@ -32,7 +32,7 @@ def served_gate(submit: Submit, config: SchedulerConfig) -> Submit:
     return submit
 
 
-@settings(QUICK, max_examples=250)
+@settings(QUICK, max_examples=120)
 @given(st.data())
 def test_every_request_gets_the_tokens_of_the_plain_loop(data: st.DataObject) -> None:
     """The whole contract at once: tokens, exit depths and finish reason of every request are those of a batch-1 loop,
@@ -55,7 +55,7 @@ def test_every_request_gets_the_tokens_of_the_plain_loop(data: st.DataObject) ->
         assert answer.stop_reason == (answer.tokens[-1] if answer.finish_reason == "stop" else None)
 
 
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=100)
 @given(st.data())
 def test_any_interleaving_ends_with_every_request_answered_once(data: st.DataObject) -> None:
     """Submits and aborts at any time, results late, blocks scarce (preemption), worker and scheduler lost: each request

@@ -175,7 +175,7 @@ def test_a_cleared_suspect_makes_room_and_comes_back() -> None:
     assert all(answer.finish_reason == "length" for answer in harness.answers.values())
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=75)
 @given(st.data())
 def test_any_killers_in_any_engine(data: st.DataObject) -> None:
     """Every policy, mode, layout and limit, with speculation and scarce blocks; up to three killers at any position."""
