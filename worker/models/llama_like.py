@@ -97,7 +97,7 @@ class Plan:
     norm_each_loop: bool = False  # the final norm ends every loop instead of the coda
     head: str = "lm_head.weight"
     core_extra: Shapes = field(default_factory=dict)  # other tensors that every loop uses
-    gates: Shapes = field(default_factory=dict)
+    lookups: Shapes = field(default_factory=dict)  # other tensors that no token is multiplied by: gates, tables
     ignored_suffixes: tuple[str, ...] = ("inv_freq",)
     normed_block: BlockNames | None = None  # the blocks where the checkpoint has these q and k norms: no field says so
 
@@ -133,7 +133,7 @@ class Plan:
         """The whole checkpoint; a tied head may be stored as a second copy."""
         rows = max(self.rows, self.vocab)
         core = self.stage_shapes(self.core, self.block) | self.core_extra
-        shapes: Shapes = {self.embedding: (rows, self.hidden), self.final_norm: (self.hidden,)} | self.gates
+        shapes: Shapes = {self.embedding: (rows, self.hidden), self.final_norm: (self.hidden,)} | self.lookups
         for of_stage in (self.stage_shapes(self.prelude, self.block), core, self.stage_shapes(self.coda, self.block)):
             shapes |= of_stage
         head: Shapes = {self.head: (rows, self.hidden)}
@@ -143,7 +143,7 @@ class Plan:
             optional=(head if self.tied else {}) | qk_norms,
             ignored_suffixes=self.ignored_suffixes,
             core=frozenset(core),
-            looked_up=frozenset(self.gates) | (frozenset() if self.tied else {self.embedding}),
+            looked_up=frozenset(self.lookups) | (frozenset() if self.tied else {self.embedding}),
             linears=frozenset(prefix + name for prefix in self.prefixes() for name in self.block.linears()),
             splits={
                 prefix + name: split

@@ -57,8 +57,8 @@ class OuroFamily(LlamaLikeFamily):
 
     def plan(self, config: ConfigReader) -> Plan:
         _refuse_variants(config)
-        gates = {f"{GATE}.weight": (1, config.integer("hidden_size")), f"{GATE}.bias": (1,)}
-        return llama_plan(config, block=BLOCK, norm_each_loop=True, gates=gates)
+        gate = {f"{GATE}.weight": (1, config.integer("hidden_size")), f"{GATE}.bias": (1,)}
+        return llama_plan(config, block=BLOCK, norm_each_loop=True, lookups=gate)
 
     def loops(self, config: ConfigReader) -> Loops:
         loops = config.integer("total_ut_steps")
