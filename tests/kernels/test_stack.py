@@ -52,11 +52,11 @@ def make_stack(
     huginn: bool,
     final: bool,
     llama: bool = False,
-    qk_norm: bool = False,
+    olmo: bool = False,
     kind: Callable[[torch.Tensor], Weight] = as_it_is,
 ) -> BlockStack:
-    """Random blocks: Ouro's norm placement, or Huginn's with its bias, or Llama's without norms on branches' results. ``kind``
-    is given each weight."""
+    """Random blocks: Ouro's norm placement, or Huginn's with its bias, or Llama's without norms on branches' results, or OLMo's
+    with these alone and norms of q and k. ``kind`` is given each weight."""
     g = case.geometry
     qkv_width, qk_width = (g.num_heads + 2 * g.num_kv_heads) * g.head_dim, (g.num_heads + g.num_kv_heads) * g.head_dim
 
@@ -65,17 +65,17 @@ def make_stack(
 
     def block() -> Block:
         return Block(
-            norm_in=case.randn(hidden),
+            norm_in=None if olmo else case.randn(hidden),
             qkv=Linear(matrix(qkv_width, hidden)),
             qk_bias=case.randn(qk_width) if huginn else None,
             out=Linear(matrix(hidden, g.num_heads * g.head_dim)),
             norm_out=None if llama else case.randn(hidden),
-            norm_mlp_in=case.randn(hidden),
+            norm_mlp_in=None if olmo else case.randn(hidden),
             gate_up=GatedLinear(matrix(2 * inner, hidden)),
             down=Linear(matrix(hidden, inner)),
             norm_mlp_out=None if llama else case.randn(hidden),
-            q_norm=case.randn(g.num_heads * g.head_dim) if qk_norm else None,
-            k_norm=case.randn(g.num_kv_heads * g.head_dim) if qk_norm else None,
+            q_norm=case.randn(g.num_heads * g.head_dim) if olmo else None,
+            k_norm=case.randn(g.num_kv_heads * g.head_dim) if olmo else None,
         )
 
     return BlockStack(tuple(block() for _ in range(LAYERS)), 0, huginn, 1e-6, case.randn(hidden) if final else None)
@@ -86,8 +86,7 @@ def make_stack(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     group=st.sampled_from([1, 2]),
     hidden=st.sampled_from([32, 40, 64]),
-    huginn=st.booleans(),
-    llama=st.booleans(),
+    family=st.sampled_from(["ouro", "huginn", "llama", "olmo"]),
     final=st.booleans(),
     prefill=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -98,13 +97,12 @@ def test_stack_equals_its_plain_loop(
     dtype: torch.dtype,
     group: int,
     hidden: int,
-    huginn: bool,
-    llama: bool,
+    family: str,
     final: bool,
     prefill: bool,
     seed: int,
 ) -> None:
-    """All norm placements, with and without bias and final norm, decode and prefill: outputs and K/V are equal bits, whether
+    """All norm placements, with and without bias, norms of q and k, and final norm, decode and prefill: outputs and K/V are equal bits, whether
     weights are in their own type, int8, or one of the four products int8 and the others not.
 
     Two runs, the second with other rows: stale scratch or stale arguments of the first would show.
@@ -120,7 +118,8 @@ def test_stack_equals_its_plain_loop(
         patch.setattr(linear, "_has_amx", lambda: False)
         patch.setattr(linear, "cpu_kernels", lambda: kernels)
         choices = {"own": as_it_is, "mixed": lambda w: quantize(w) if w.shape[1] == 48 else w}
-        stack = make_stack(fused, hidden, 48, huginn, final, llama, kind=choices.get(kind, quantize))
+        huginn, llama, olmo = (family == name for name in ("huginn", "llama", "olmo"))
+        stack = make_stack(fused, hidden, 48, huginn, final, llama, olmo, kind=choices.get(kind, quantize))
     for run in range(2):
         rows = (prefill_rows if prefill else decode_rows)(fused, 0, seed + run)
         n = len(rows.positions)
@@ -154,14 +153,3 @@ def test_unpacked_stack_runs_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = packed(x, rotation, Context(case.tested, rows)), unpacked(x, rotation, Context(other.oracle, rows))
     real = rows.slots != 0
     torch.testing.assert_close(ours[real], theirs[real], atol=1e-4, rtol=1e-4)
-
-
-def test_blocks_that_the_kernels_do_not_know_run_their_loop() -> None:
-    """The C pass has no q and k norms: it must decline such a stack instead of leaving them out."""
-    geometry = CacheGeometry(33, 16, 4, 2, 16, (1, 3), torch.float32, torch.device("cpu"))
-    case = make_case(geometry, kernels_for("c"), 7)
-    rows = decode_rows(case, 0, 3)
-    n = len(rows.slots)
-    x, rotation = case.randn(n, 32), case.rotation(n, False)
-    normed = make_stack(case, 32, 48, False, True, qk_norm=True)
-    assert case.tested.decode_stack(normed, x, rotation, rows) is None

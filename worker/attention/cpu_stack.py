@@ -122,10 +122,8 @@ def _fusible(block: Block, geometry: CacheGeometry) -> bool:
         isinstance(p, PackedProduct | PackedInt8Product) and p.takes(geometry.dtype)
         for p in (block.qkv.product, block.out.product, block.gate_up.product, block.down.product)
     )
-    if not packed or block.norm_in is None or block.norm_mlp_in is None or block.q_norm is not None:
-        return False
-    vectors = (block.norm_in, block.norm_mlp_in, block.norm_out, block.norm_mlp_out, block.qk_bias)
-    return all(v is None or _plain_vector(v, geometry) for v in vectors)
+    norms = (block.norm_in, block.norm_mlp_in, block.norm_out, block.norm_mlp_out, block.q_norm, block.k_norm)
+    return packed and all(v is None or _plain_vector(v, geometry) for v in (*norms, block.qk_bias))
 
 
 def _address(x: Tensor | None) -> int | None:
@@ -144,6 +142,8 @@ def _block_args(block: Block, geometry: CacheGeometry, layer_address: int) -> Bl
         norm_mlp_in=_address(block.norm_mlp_in),
         norm_out=_address(block.norm_out),
         norm_mlp_out=_address(block.norm_mlp_out),
+        q_norm=_address(block.q_norm),
+        k_norm=_address(block.k_norm),
         q_bias=bias,
         k_bias=k_bias,
         cache=layer_address,

@@ -3,6 +3,8 @@
  * Every part is the kernel that the separate operators call, with the same roundings, so the result is bit for bit
  * that of calling them one by one. Layers are int8, or where there are products of their own type of that.
  */
+#include <string.h>
+
 #include "int8.h"
 #include "small.h"
 #include "stack.h"

@@ -6,8 +6,8 @@
 #include "gemm.h"
 
 typedef struct {
-    const void *norm_in, *norm_mlp_in; /* [hidden] */
-    const void *norm_out, *norm_mlp_out; /* [hidden] or NULL */
+    const void *norm_in, *norm_mlp_in, *norm_out, *norm_mlp_out; /* [hidden] or NULL */
+    const void *q_norm, *k_norm; /* [num_heads * head_dim] and [num_kv_heads * head_dim], before rotation; or both NULL */
     const void *q_bias, *k_bias; /* or NULL */
     const LayerArgs *cache;
     Packed qkv, out, gate_up, down;

@@ -1,5 +1,12 @@
 /* Body of the block stack for one element type; included once a type (see stack.c). */
 
+/* What a linear layer reads of a row of the stream, [d]: normed, where there is a norm. */
+static void NAME(input_row)(const StackCall *call, int64_t row, const T *from, const void *norm, int64_t d, float eps) {
+    T *to = (T *)call->normed + row * call->normed_stride;
+    if (norm) NAME(norm_row)(to, from, NULL, NULL, (const T *)norm, d, eps);
+    else memcpy(to, from, d * sizeof(T));
+}
+
 /* Adds a branch (normed, where it has a norm) to the stream and norms the sum for what comes next: `normed` rows, or the result when `last`.
  * Ends with a barrier. */
 static void NAME(join_branch)(
@@ -18,9 +25,21 @@ static void NAME(join_branch)(
         } else {
             NAME(norm_row)(to, branch, NULL, from, (const T *)norm, d, stack->eps);
         }
-        if (!next_norm) continue;
-        T *next = last ? to : (T *)call->normed + row * call->normed_stride;
-        NAME(norm_row)(next, to, NULL, NULL, (const T *)next_norm, d, stack->eps);
+        if (!last) NAME(input_row)(call, row, to, next_norm, d, stack->eps);
+        else if (next_norm) NAME(norm_row)(to, to, NULL, NULL, (const T *)next_norm, d, stack->eps);
+    }
+    team_barrier(barrier);
+}
+
+/* Norms q and k of every row where they are, each over all its heads; ends with a barrier. */
+static void NAME(norm_qk)(const BlockArgs *block, const StackCall *call, int64_t n, float eps, Barrier *barrier) {
+    const int64_t q_width = (int64_t)block->cache->num_heads * block->cache->head_dim;
+    const int64_t k_width = (int64_t)block->cache->num_kv_heads * block->cache->head_dim;
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < n; row++) {
+        T *q = (T *)call->projected + row * call->projected_stride, *k = q + q_width;
+        NAME(norm_row)(q, q, NULL, NULL, (const T *)block->q_norm, q_width, eps);
+        NAME(norm_row)(k, k, NULL, NULL, (const T *)block->k_norm, k_width, eps);
     }
     team_barrier(barrier);
 }
@@ -44,8 +63,7 @@ static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const 
     const int64_t n = rows->num_rows, d = stack->hidden;
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n; row++) {
-        T *to = (T *)call->normed + row * call->normed_stride;
-        NAME(norm_row)(to, (const T *)call->x + row * d, NULL, NULL, (const T *)stack->blocks[0].norm_in, d, stack->eps);
+        NAME(input_row)(call, row, (const T *)call->x + row * d, stack->blocks[0].norm_in, d, stack->eps);
     }
     team_barrier(barrier);
     for (int64_t i = 0; i < stack->num_blocks; i++) {
@@ -60,6 +78,7 @@ static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const 
             .q_bias = block->q_bias, .k_bias = block->k_bias, .rope = call->rope,
         };
         NAME(linear_team)(&block->qkv, call, call->normed, call->normed_stride, call->projected, call->projected_stride, n, barrier);
+        if (block->q_norm) NAME(norm_qk)(block, call, n, stack->eps, barrier);
         NAME(attend_team)(block->cache, rows, &attention, barrier);
         NAME(linear_team)(&block->out, call, call->attended, call->attended_stride, call->branch, d, n, barrier);
         NAME(join_branch)(stack, call, i == 0 ? call->x : call->out, block->norm_out, block->norm_mlp_in, 0, n, barrier);

@@ -72,6 +72,8 @@ class BlockArgs(ctypes.Structure):
         ("norm_mlp_in", PTR),
         ("norm_out", PTR),
         ("norm_mlp_out", PTR),
+        ("q_norm", PTR),
+        ("k_norm", PTR),
         ("q_bias", PTR),
         ("k_bias", PTR),
         ("cache", PTR),
