@@ -8,6 +8,7 @@ unpickled and no type name is taken from the wire.
     scheduler -> frontend   SchedulerMessage     loading, engine ready, tokens, rejected, heartbeat, stats, fatal
     scheduler -> worker     WorkerCommand        prepare grammar, stage batch (+ frames), shutdown
     worker -> scheduler     WorkerMessage        loading, worker ready, grammar prepared, stage result, heartbeat, fatal
+    frontend -> frontend    SiblingMessage       abort by a client's name, write your metrics; answer
 """
 
 import zlib
@@ -376,6 +377,30 @@ class WorkerHeartbeat(Message, frozen=True):
 
 
 WorkerMessage = Loading | WorkerReady | GrammarPrepared | StageResult | WorkerHeartbeat | Fatal
+
+
+# --- frontend -> frontend, of those that share a scheduler
+
+
+class AbortNamed(Message, frozen=True):
+    """``ask``: the sender's number of the question, which the answer carries."""
+
+    ask: int
+    name: str
+
+
+class WriteMetrics(Message, frozen=True):
+    """What you have counted, where others read it."""
+
+    ask: int
+
+
+class SiblingAnswer(Message, frozen=True):
+    ask: int
+    known: bool = False  # some request of the name ran
+
+
+SiblingMessage = AbortNamed | WriteMetrics | SiblingAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -144,3 +144,11 @@ def _remove_stale(base: Path) -> int:
         finally:
             os.close(lock)
     return removed
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A reader never sees half of it, whoever else writes it; only this user sees any of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.touch(mode=0o600)
+    temporary.write_bytes(data)
+    temporary.replace(path)

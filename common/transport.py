@@ -13,6 +13,7 @@ ROUTER reports a peer that has gone instead of discarding in silence. Knows noth
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,9 +107,17 @@ class Router(Link):
     ``incoming`` is the union that peers send, e.g. ``Router(context, endpoint(run, "scheduler"), FrontendMessage)``.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incoming: object) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        incoming: object,
+        prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
+    ) -> None:
+        """``prepare`` gets the socket before it is bound."""
         super().__init__(context, zmq.ROUTER, incoming)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        prepare(self.socket)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:

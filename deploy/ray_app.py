@@ -43,8 +43,11 @@ from depthbatch.frontend.routing import AffinityRouter, Order
 
 METRICS_S = 5.0
 ROUTING_STATS_S = 1.0
-# of the HTTP server: Ray's proxy is the server here, and no frontend keeps answers
-NOT_HERE = frozenset({"host", "port", "max_header_bytes", "access_log", "keep_answers_s", "drain_s", "stall_s", "page"})
+# of the HTTP server: Ray's proxy is the server here, no frontend keeps answers or has a native API
+NOT_HERE = frozenset(
+    {"host", "port", "max_header_bytes", "access_log", "keep_answers_s", "drain_s", "stall_s", "page"}
+    | {"frontends", "zmq_bind", "zmq_server_key", "zmq_client_keys"}
+)
 
 
 class RayConfig(Options, frozen=True):

@@ -1,28 +1,59 @@
 """A client of the native API in plain zmq and msgpack: copy it into any program, it needs nothing of depthbatch."""
 
+import contextlib
 import itertools
+import os
 from collections.abc import Generator
 from typing import Any
 
 import msgpack
 import zmq
+from zmq.auth import load_certificate
 
 
 class Client:
     """Talks to one server: ``Client("ipc:///run/user/1000/depthbatch/4711-0/api")``. One thread, one request at a time.
 
     timeout_s: the longest wait for one message, in seconds; None waits for ever.
+
+    To a server on another machine, ``Client("tcp://...", key_file="me.key_secret", server_key_file="server.key")``: files of
+    ``depthbatch keygen``, or of zmq.auth. A server that does not know the key never answers. Raises PermissionError for a
+    secret key that others can read.
     """
 
-    def __init__(self, address: str, timeout_s: float | None = 30.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float | None = 30.0,
+        key_file: str | None = None,
+        server_key_file: str | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDTIMEO, -1 if timeout_s is None else int(timeout_s * 1000))
+        if key_file is not None or server_key_file is not None:
+            self._secure(key_file or "", server_key_file or "")
         self.socket.connect(address)
         self._ids = itertools.count()
 
+    def _secure(self, key_file: str, server_key_file: str) -> None:
+        if os.stat(key_file).st_mode & 0o077:
+            raise PermissionError(f"{key_file} can be read by others")
+        public, secret = load_certificate(key_file)
+        if secret is None:
+            raise ValueError(f"{key_file} holds no secret key")
+        server, _ = load_certificate(server_key_file)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+
     def send(self, **fields: Any) -> None:
-        self.socket.send(msgpack.packb(fields))
+        """Raises TimeoutError where no server takes it: a server that refuses a key closes the connection."""
+        try:
+            self.socket.send(msgpack.packb(fields))
+        except zmq.Again:
+            raise TimeoutError(f"no server took a message within {self.timeout_s} s") from None
 
     def receive(self) -> dict[str, Any]:
         """The next message; raises TimeoutError."""
@@ -58,7 +89,8 @@ class Client:
                 yield message
         finally:
             if not ended and not self.socket.closed:
-                self.send(verb="abort", id=request_id)
+                with contextlib.suppress(zmq.Again):  # without a server there is nothing to abort
+                    self.socket.send(msgpack.packb({"verb": "abort", "id": request_id}), zmq.NOBLOCK)
 
     def _receive_for(self, request_id: int) -> dict[str, Any]:
         """The next message of a request, or an error of none: the server could not tell whose it is.

@@ -11,6 +11,7 @@ import atexit
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import zmq
@@ -44,7 +45,7 @@ from depthbatch.frontend.hangs import HangWatch
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
 from depthbatch.frontend.live_requests import LiveRequest, LiveRequests, News, Progress, check_progress
 from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
-from depthbatch.frontend.processes import Launcher, Processes
+from depthbatch.frontend.processes import MAX_FRONTENDS, Launcher, Processes
 from depthbatch.frontend.restarts import Loss, Restarts
 from depthbatch.frontend.token_bans import Encode
 
@@ -74,8 +75,7 @@ class EngineClient:
         self._hangs = HangWatch(self._processes, config.hang_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._link: Dealer | None = None
-        # a scheduler that outlives its frontend still holds requests of the former one: ids must not come back
-        self._requests = LiveRequests(time.time_ns() // 1000 if self._processes.outlive_frontend else 1)
+        self._requests = _requests_of(self._processes)
         self._defaults: RequestDefaults | None = None
         self._ready = False  # the scheduler has had a worker and knows our requests
         self._before_restart = before_restart
@@ -130,7 +130,10 @@ class EngineClient:
         Raises RequestError for what this engine cannot serve, EngineDeadError when there is none, with none of them
         accepted. A refusal by the scheduler (too few KV blocks) comes as news of it.
         """
-        resolved = [self.check(*request, ordinal) for ordinal, request in enumerate(requests, self._requests.next_id)]
+        resolved = [
+            self.check(*request, ordinal)
+            for request, ordinal in zip(requests, count(self._requests.next_id, self._requests.stride), strict=False)
+        ]
         if progress is not None:
             assert self.info is not None
             check_progress(progress, requests[0][1], resolved[0].max_tokens, self.info)
@@ -285,3 +288,11 @@ class EngineClient:
         self.failure = error
         self._ready = False
         news.extend(self._requests.fail(error))
+
+
+def _requests_of(processes: Processes) -> LiveRequests:
+    """With ids of its own. A scheduler that outlives its frontend still holds requests of the former one, and it may have other
+    frontends: none of their ids may come again."""
+    if not processes.outlive_frontend:
+        return LiveRequests(1)
+    return LiveRequests(time.time_ns() // 1000 * MAX_FRONTENDS + processes.frontend, MAX_FRONTENDS)

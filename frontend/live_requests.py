@@ -97,8 +97,10 @@ def check_progress(progress: Progress, params: SamplingParams, max_tokens: int, 
 class LiveRequests:
     """By id. An id is never used twice; ``next_id`` is the one that the next request gets."""
 
-    def __init__(self, first_id: int) -> None:
+    def __init__(self, first_id: int, stride: int = 1) -> None:
+        """``stride``: from one id to the next; others may have those between."""
         self.next_id = first_id
+        self.stride = stride
         self._live: dict[int, LiveRequest] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (monotonic s, request id)
 
@@ -108,7 +110,7 @@ class LiveRequests:
     def add(self, live: LiveRequest, timeout_s: float | None = None) -> int:
         """A request with parameters that were checked; returns its id."""
         request_id = self.next_id
-        self.next_id += 1
+        self.next_id += self.stride
         self._live[request_id] = live
         if timeout_s is not None:
             heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request_id))

@@ -21,6 +21,7 @@ import msgspec
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.run_dir import open_run_dir
 
+MAX_FRONTENDS = 64  # of one scheduler
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _TAIL_BYTES = 8192
 _CHATTER = re.compile(r"^\d{4}-\S+ \S+ (DEBUG|INFO) ")
@@ -68,7 +69,8 @@ class Process(Protocol):
 class Processes(Protocol):
     """Who owns the scheduler and worker of one engine. Failures of a start show as deaths."""
 
-    outlive_frontend: bool  # True: a scheduler may hold requests of a former frontend
+    outlive_frontend: bool  # True: a scheduler may hold requests of a former frontend, and of others
+    frontend: int  # which of MAX_FRONTENDS that share them this one is
     backs_off: bool  # True: a process that dies again and again is started later and later; it need not end the engine
 
     @property
@@ -184,6 +186,7 @@ class Launcher:
     """The processes of one engine as children of this one, in a run directory of its own."""
 
     outlive_frontend = False
+    frontend = 0
     backs_off = False
     served = False
 

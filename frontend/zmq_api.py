@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from depthbatch.common.errors import DecodeError, DepthbatchError, OverloadedError, RequestError
 from depthbatch.common.logging import get_logger
@@ -25,11 +26,13 @@ from depthbatch.frontend.live_requests import Progress
 from depthbatch.frontend.output import IndexedDelta, OutputDelta
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.request_limit import RequestLimit
+from depthbatch.frontend.zmq_keys import ServerKeys
 
 log = get_logger("zmq_api")
 
 ClientId = str | int
 NO_CLIENT = 0  # has no API key
+HEARTBEAT_MS = 10_000
 
 
 class _Verb(msgspec.Struct, frozen=True, tag_field="verb", forbid_unknown_fields=True):
@@ -117,21 +120,33 @@ class ZmqApi:
         address: str,
         limit: RequestLimit | None = None,
         default_timeout_s: float | None = None,
+        keys: ServerKeys | None = None,
     ) -> None:
         """``limit``: what requests of all APIs share, in places and in metrics. ``default_timeout_s``: of requests that
-        name none."""
+        name none. ``keys``: with which the socket is secured, and its clients are told from others."""
         self._limit = limit
         self._default_timeout_s = default_timeout_s
         self.address = address
         self._engine = engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = ApiRouter(self._context, address, ApiRequest)
+        self._authenticator: ThreadAuthenticator | None = None
+        self._keys = keys
+        self._router = ApiRouter(self._context, address, ApiRequest, self._prepare)
         self._streams: dict[Key, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self._router.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._receive)
         self._ticker = background(self._tick(), "ZMQ API ticker", engine.fail)
+
+    def _prepare(self, socket: zmq.Socket[bytes]) -> None:
+        """A client whose machine is gone closes no connection: over tcp it is asked now and then."""
+        if self.address.startswith("tcp://"):
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+            socket.setsockopt(zmq.IPV6, int("[" in self.address))
+        if self._keys is not None:
+            self._authenticator = self._keys.secure(self._context, socket)
 
     @property
     def decode_errors(self) -> int:
@@ -145,6 +160,8 @@ class ZmqApi:
             task.cancel()
         await asyncio.gather(self._ticker, *self._streams.values(), *self._tasks, return_exceptions=True)
         self._router.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
 
     async def _tick(self) -> None:

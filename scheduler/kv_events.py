@@ -2,7 +2,7 @@
 repeated on request.
 
 A message is ``[topic, sequence number, batch]``, the number in 8 big-endian bytes; a batch is the array ``[time in s,
-[event, ...], rank]``, and an event an array with its name first (vllm/distributed/kv_events.py). A block goes by the lower
+[event, ...], rank]``, and an event a map with its name as ``type`` (vllm/distributed/kv_events.py). A block goes by the lower
 64 bits of the hash of all tokens up to its end.
 """
 
@@ -23,7 +23,7 @@ MEDIUM = "GPU"  # the only kind of memory with K/V here, whatever the device
 BITS = (1 << 64) - 1
 
 
-class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _Event(msgspec.Struct, frozen=True, tag=True):
     """Base of all."""
 
 

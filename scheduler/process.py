@@ -275,6 +275,10 @@ class SchedulerProcess:
         if self.core is None or self._draining:
             reason = "the engine is stopping" if self._draining else "no worker is ready"
             self.frontends.send(peer, Rejected(submit.request_id, reason))
+        elif submit.request_id in self._held:
+            self.frontends.send(
+                peer, Rejected(submit.request_id, f"request id {submit.request_id} is in use", "request_id")
+            )
         elif submit.params.grammar:
             self._held[submit.request_id] = Held(peer, submit, time.monotonic())
             self.worker.prepare(submit)

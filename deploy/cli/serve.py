@@ -29,6 +29,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     with bind(http_config) as listener:  # before anything is loaded; the frontend binds the same port in a moment
         http_config = msgspec.structs.replace(http_config, port=listener.getsockname()[1])
+    http_config.load_zmq_keys()
     resolve_model_dir(engine_config.model)
     from depthbatch.deploy.supervise.supervision import Supervision
 

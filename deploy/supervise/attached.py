@@ -17,7 +17,8 @@ import msgspec
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.run_dir import read_end
-from depthbatch.deploy.supervise.run_files import SERVED_FILE, read_starts, write_config
+from depthbatch.deploy.supervise.run_files import FRONTEND, SERVED_FILE, frontend_names, read_starts, write_config
+from depthbatch.frontend.processes import MAX_FRONTENDS
 
 START_S = 30.0  # from the death of a process to its successor's pid
 ASK_EVERY_S = 1.0  # the supervisor, about a process that is expected
@@ -128,8 +129,10 @@ class AttachedProcesses:
     outlive_frontend = True
     backs_off = True
 
-    def __init__(self, run_dir: Path, config: EngineConfig, supervisor: Supervisor) -> None:
+    def __init__(self, run_dir: Path, config: EngineConfig, supervisor: Supervisor, frontend: int = 0) -> None:
+        """``frontend``: which one of those that see them so."""
         self.run_dir = run_dir
+        self.frontend = frontend
         self.children: dict[str, AttachedProcess] = {}
         self._config = config
         self._supervisor = supervisor
@@ -157,7 +160,9 @@ class AttachedProcesses:
         return (self.run_dir / SERVED_FILE).exists()
 
     def restarts(self, name: str) -> int:
-        return max(0, read_starts(self.run_dir, name) - 1)
+        """Of all frontends together."""
+        names = frontend_names(MAX_FRONTENDS) if name == FRONTEND else [name]
+        return sum(max(0, read_starts(self.run_dir, each) - 1) for each in names)
 
     def kill(self, name: str) -> None:
         self.children[name].kill()

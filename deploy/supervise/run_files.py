@@ -4,14 +4,32 @@ import os
 from pathlib import Path
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.run_dir import read_end
+from depthbatch.common.run_dir import read_end, write_whole
 
 RUN_DIR_VARIABLE = "DEPTHBATCH_RUN_DIR"
 CONFIG_FILE = "engine.json"
 HTTP_FILE = "http.json"
 URL_FILE = "url"
+PROGRAMS_DIR = "programs"  # sections of supervisord beyond those of its file
+FRONTEND = "frontend"  # program; further ones are frontend-1, frontend-2, ...
 SERVED_FILE = "served"  # there once the engine has been ready
 GAVE_UP = 3  # exit code of a frontend that no restart of its own would help, while one of the whole engine may
+
+
+def frontend_names(count: int) -> list[str]:
+    """The programs of so many frontends."""
+    return [FRONTEND, *(f"{FRONTEND}-{number}" for number in range(1, count))]
+
+
+def frontend_number(name: str) -> int | None:
+    """Which frontend a program is; None where it is none."""
+    kind, _, number = name.partition("-")
+    return None if kind != FRONTEND else int(number or 0)
+
+
+def url_file(frontend: int) -> str:
+    """Where a frontend says that it is ready, and at which address."""
+    return URL_FILE if not frontend else f"{URL_FILE}-{frontend}"
 
 
 def write_config(run_dir: Path, config: EngineConfig) -> None:
@@ -59,8 +77,5 @@ def _read_number(path: Path) -> int:
 
 
 def write_file(path: Path, text: str) -> None:
-    """A reader never sees half of it; only this user sees any of it."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.touch(mode=0o600)
-    temporary.write_text(text)
-    temporary.replace(path)
+    """A reader never sees half of it."""
+    write_whole(path, text.encode())

@@ -21,9 +21,11 @@ from depthbatch.common.run_dir import open_run_dir
 from depthbatch.common.transport import API_ENDPOINT, endpoint
 from depthbatch.deploy.supervise.run_files import (
     HTTP_FILE,
+    PROGRAMS_DIR,
     RUN_DIR_VARIABLE,
-    URL_FILE,
+    frontend_names,
     read_faults,
+    url_file,
     write_config,
     write_file,
 )
@@ -39,8 +41,8 @@ POLL_S = 0.2
 class Stopping(NamedTuple):
     """What a first signal has begun."""
 
-    frontend_pid: int  # of the frontend that drains; 0 where there was none
-    until_s: float  # monotonic; then it is killed
+    frontend_pids: tuple[int, ...]  # of the frontends that drain
+    until_s: float  # monotonic; then they are killed
 
 
 def _exists(pid: int) -> bool:
@@ -60,15 +62,26 @@ class Supervision:
         self.path = self._run_dir.path
         write_config(self.path, engine)
         write_file(self.path / HTTP_FILE, json.dumps(msgspec.structs.asdict(http)))
+        self._frontends = frontend_names(http.frontends)
+        self._write_programs()
         self._stop_wait_s = int(http.drain_s) + STOP_MARGIN_S
         self._stopping: Stopping | None = None
-        self._faults = 0  # of the frontend, which itself counts those of the others
+        self._faults = 0  # of the frontends, which themselves count those of the others
         self._budget = RestartBudget()
         self._process = self._start()
         # a pipe, since what supervisord writes to is opened by name: a file would be overwritten, a socket refused
         self._copier = threading.Thread(target=self._copy_output, name="log", daemon=True)
         self._copier.start()
         self._client = SupervisordClient(self.path)
+
+    def _write_programs(self) -> None:
+        """Frontends beyond the first one have its section, each under its own name."""
+        section = CONFIG.read_text().split("[program:frontend]\n")[1].split("\n[")[0]
+        directory = self.path / PROGRAMS_DIR
+        directory.mkdir(exist_ok=True)
+        for name in self._frontends[1:]:
+            text = section.replace("supervise.program frontend\n", f"supervise.program {name}\n")
+            write_file(directory / f"{name}.conf", f"[program:{name}]\n{text}")
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {
@@ -97,29 +110,37 @@ class Supervision:
                 os.write(sys.stderr.fileno(), data)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Each goes to the frontend itself: the first makes it drain, the second abort. supervisord hears of nothing until
-        it has ended: told to stop, it would start no program again, and a fault in a drain would cut the streams."""
-        if self._stopping is None:
-            self._stopping = Stopping(0, time.monotonic() + self._stop_wait_s)
-        with contextlib.suppress(OSError, ValueError):
-            pid = int((self.path / "frontend.pid").read_text())
-            os.kill(pid, signal.SIGTERM)
-            self._stopping = self._stopping._replace(frontend_pid=pid)
+        """Each goes to the frontends themselves: the first makes them drain, the second abort. supervisord hears of nothing
+        until they have ended: told to stop, it would start no program again, and a fault in a drain would cut the streams."""
+        pids = []
+        for name in self._frontends:
+            with contextlib.suppress(OSError, ValueError):
+                pid = int((self.path / f"{name}.pid").read_text())
+                os.kill(pid, signal.SIGTERM)
+                pids.append(pid)
+        until_s = time.monotonic() + self._stop_wait_s if self._stopping is None else self._stopping.until_s
+        former = () if self._stopping is None else self._stopping.frontend_pids
+        self._stopping = Stopping(tuple(pids) or former, until_s)
 
     def run(self) -> int:
-        """Until the frontend has drained (0) or given up (USER_ERROR or FAULT). Raises EngineDeadError."""
+        """Until the frontends have drained (0) or one has given up (USER_ERROR or FAULT). Raises EngineDeadError."""
         announced = False
         while self._process.poll() is None:
             announced = announced or self._announce()
             stopping = self._stopping  # asked first: supervisord knows the exit code of what is gone
-            gone = stopping is not None and not (stopping.frontend_pid and _exists(stopping.frontend_pid))
-            code = self._client.exit_code("frontend")  # it gives up when the others cannot be helped
-            if code is not None:
-                return code if code in (0, USER_ERROR) else FAULT
+            gone = stopping is not None and not any(map(_exists, stopping.frontend_pids))
+            codes = [self._client.exit_code(name) for name in self._frontends]
+            for code in codes:  # it gives up when the others cannot be helped
+                if code:
+                    return USER_ERROR if code == USER_ERROR else FAULT
+            if all(code == 0 for code in codes):
+                return 0
             if stopping is not None and gone:
-                return FAULT if stopping.frontend_pid else 0
+                return FAULT if stopping.frontend_pids else 0
             if stopping is not None and time.monotonic() > stopping.until_s:
-                os.kill(stopping.frontend_pid, signal.SIGKILL)
+                for pid in stopping.frontend_pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 raise EngineDeadError(f"the frontend did not end within {self._stop_wait_s} s of SIGTERM")
             if stopping is None and self._faults_too_often():
                 raise EngineDeadError(f"the frontend died {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s")
@@ -131,16 +152,16 @@ class Supervision:
         raise EngineDeadError(f"supervisord died (exit code {self._process.returncode})")
 
     def _announce(self) -> bool:
-        """Says once where the server is."""
+        """Says once where the server is, when every frontend is."""
         with contextlib.suppress(OSError):
-            url = (self.path / URL_FILE).read_text()
+            url, *_ = [(self.path / url_file(number)).read_text() for number in range(len(self._frontends))]
             native = endpoint(self.path, API_ENDPOINT)
             print(f"depthbatch: ready at {url} (native API at {native})", file=sys.stderr, flush=True)
             return True
         return False
 
     def _faults_too_often(self) -> bool:
-        faults = read_faults(self.path, "frontend")
+        faults = sum(read_faults(self.path, name) for name in self._frontends)
         spent = [self._budget.spend() for _ in range(faults - self._faults)]
         self._faults = faults
         return not all(spent)

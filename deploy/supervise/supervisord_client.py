@@ -9,7 +9,7 @@ from xml.parsers.expat import ExpatError
 from xmlrpc.client import Error, ServerProxy, Transport
 
 from depthbatch.common.errors import FAULT, USER_ERROR
-from depthbatch.deploy.supervise.run_files import GAVE_UP
+from depthbatch.deploy.supervise.run_files import FRONTEND, GAVE_UP, frontend_number
 
 ASK_S = 0.2  # for every step of a question
 # exitcodes of the configuration: no restart
@@ -73,4 +73,5 @@ class SupervisordClient:
         code = int(info["exitstatus"])
         if info["statename"] == "FATAL":  # supervisord could not start it
             return code or FAULT
-        return code if code in EXPECTED_CODES[name] else None
+        kind = FRONTEND if frontend_number(name) is not None else name
+        return code if code in EXPECTED_CODES[kind] else None

@@ -77,7 +77,8 @@ class Service:
         self.model_name = model_name
         self.started_s = int(time.time())
         self.metrics = FrontendMetrics(engine.info.r_max)
-        self.limit = RequestLimit(self.metrics, config.max_requests, config.places_per_key, config.max_sequences)
+        self.abort_named = engine.abort  # also those that run in other frontends, where there are some
+        self.limit = RequestLimit(self.metrics, config.places, config.places_per_key, config.max_sequences)
 
     def check(self, body: GenerationFields) -> None:
         """Refuses what can be refused without tokens. Raises ApiError."""
@@ -94,7 +95,7 @@ class Service:
 
     async def abort(self, name: str, client: int) -> bool:
         """Ends every request that the client has given this name; False if there is none."""
-        return await self.engine.abort(engine_name(name, client))
+        return await self.abort_named(engine_name(name, client))
 
 
 def engine_name(name: str, client: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from depthbatch import __version__
@@ -37,8 +37,8 @@ from depthbatch.frontend.http.schemas import (
     TokenizeRequest,
     VersionAnswer,
 )
-from depthbatch.frontend.metrics import FrontendMetrics
 from depthbatch.frontend.process_metrics import ProcessCollector
+from depthbatch.frontend.siblings import SharedMetrics, Siblings
 
 STATS_WAIT_S = 0.5
 LAST_STAGES = 400  # that are told
@@ -65,12 +65,16 @@ class Probe(Protocol):
 class EngineProbe:
     """Reads what scheduler and worker push, and asks the scheduler, between two stages, for its counters."""
 
-    def __init__(self, engine: AsyncEngine, metrics: FrontendMetrics, stall_s: float) -> None:
+    def __init__(
+        self, engine: AsyncEngine, metrics: SharedMetrics, stall_s: float, siblings: Siblings | None = None
+    ) -> None:
+        self._siblings = siblings
         self._engine = engine
-        self._metrics = metrics
         self._stall_s = stall_s
         self._processes = ProcessCollector(lambda: engine.health(stall_s), engine.info)
-        metrics.registry.register(self._processes)
+        self._scraped = CollectorRegistry()
+        self._scraped.register(metrics)
+        self._scraped.register(self._processes)
 
     def health(self) -> HealthAnswer:
         health = self._engine.health(self._stall_s)
@@ -94,7 +98,9 @@ class EngineProbe:
     async def metrics_text(self) -> bytes:
         """Everything that one scrape gets."""
         await self._refresh()
-        return generate_latest(self._metrics.registry)
+        if self._siblings is not None:
+            await self._siblings.write_metrics()
+        return generate_latest(self._scraped)
 
     def stages(self) -> list[bytes] | None:
         path = self._engine.config.stage_trace

@@ -1,5 +1,7 @@
-"""What routers in front of several servers ask beside the OpenAI API (docs/fleet.md): load, and what server and model are."""
+"""What routers in front of several servers ask beside the OpenAI API (docs/fleet.md): load, what server and model are, and
+what tokens a prompt is."""
 
+import uuid
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,10 +12,21 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.stats import CoreStats
 from depthbatch.frontend.http.answers import documented, json_answer
+from depthbatch.frontend.http.chat import ChatSpelling
+from depthbatch.frontend.http.completions import CompletionSpelling
 from depthbatch.frontend.http.error_answers import ApiError
-from depthbatch.frontend.http.generation import Service
+from depthbatch.frontend.http.generation import Service, Spelling
 from depthbatch.frontend.http.operations import Probe
-from depthbatch.frontend.http.schemas import LoadAnswer, LoadsAnswer, ModelInfoAnswer, ServerInfoAnswer
+from depthbatch.frontend.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    LoadAnswer,
+    LoadsAnswer,
+    ModelInfoAnswer,
+    RenderedPrompt,
+    RenderedPrompts,
+    ServerInfoAnswer,
+)
 
 
 def routes(service: Service, probe: Probe) -> APIRouter:
@@ -76,6 +89,30 @@ def routes(service: Service, probe: Probe) -> APIRouter:
                 "preferred_sampling_params": dict(service.sampling_defaults) or None,
             }
         )
+
+    @router.post("/v1/completions/render", **documented(RenderedPrompts))
+    async def render(body: CompletionRequest) -> Response:
+        """The prompts of a body of /v1/completions as tokens; nothing is generated."""
+        service.check(body)
+        return json_answer(await _rendered(CompletionSpelling(body, service)))
+
+    @router.post("/v1/chat/completions/render", **documented(RenderedPrompt))
+    async def render_chat(body: ChatRequest) -> Response:
+        """The prompt of a body of /v1/chat/completions as tokens; nothing is generated."""
+        service.check(body)
+        (prompt,) = await _rendered(ChatSpelling(body, service))
+        return json_answer(prompt)
+
+    async def _rendered(spelling: Spelling) -> list[dict[str, Any]]:
+        prompts = await spelling.prompts()
+        return [
+            {
+                "request_id": f"{spelling.id_prefix}-{uuid.uuid4().hex}",
+                "model": service.model_name,
+                "token_ids": prompt.ids,
+            }
+            for prompt in prompts
+        ]
 
     return router
 

@@ -5,7 +5,7 @@ seconds, in which nothing else runs.
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, create_model, model_validator
 
 from depthbatch.common.frames import MAX_DEPTH
 from depthbatch.common.gates import GATE_BY_LABEL
@@ -433,6 +433,16 @@ class ModelInfoAnswer(BaseModel):
     has_image_understanding: bool
     has_audio_understanding: bool
     preferred_sampling_params: dict[str, Any] | None
+
+
+class RenderedPrompt(BaseModel):
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
+class RenderedPrompts(RootModel[list[RenderedPrompt]]):
+    """One a prompt."""
 
 
 class VersionAnswer(BaseModel):

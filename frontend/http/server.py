@@ -31,6 +31,7 @@ from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.operations import EngineProbe
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
+from depthbatch.frontend.siblings import SharedMetrics, Siblings
 from depthbatch.frontend.zmq_api import ZmqApi
 
 log = get_logger("http")
@@ -40,8 +41,9 @@ TICKS_PER_SWEEP = 10
 ABORT_GRACE_S = 3.0  # from the abort of everything to the end of the last answer
 
 
-def bind(config: HttpConfig) -> socket.socket:
-    """The listening socket; raises ConfigError at once when the port is taken. Done before any model is loaded."""
+def bind(config: HttpConfig, shared: bool = False) -> socket.socket:
+    """The listening socket; raises ConfigError at once when the port is taken. Done before any model is loaded. ``shared``:
+    with others that say so, too; the kernel deals connections out."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -50,6 +52,8 @@ def bind(config: HttpConfig) -> socket.socket:
         raise ConfigError(f"cannot listen on {config.host}: {error.strerror}") from None
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind(address)
         listener.listen(plan_descriptors().backlog)
@@ -202,21 +206,24 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 def run_frontend(
-    engine: AsyncEngine, http: HttpConfig, listener: socket.socket, on_ready: Callable[[str], None]
+    engine: AsyncEngine, http: HttpConfig, listener: socket.socket, on_ready: Callable[[str], None], number: int = 0
 ) -> None:
-    """Serves ``engine`` on ``listener`` until SIGTERM has drained it. ``on_ready`` gets the address.
+    """Serves ``engine`` on ``listener`` until SIGTERM has drained it. ``on_ready`` gets the address. ``number``: which of
+    ``http.frontends`` this is; the first one has the native API.
 
     Raises DepthbatchError when the engine does not start or is lost.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(engine, http, listener, on_ready))
+        runner.run(_run(engine, http, listener, on_ready, number))
 
 
-async def _run(engine: AsyncEngine, http: HttpConfig, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+async def _run(
+    engine: AsyncEngine, http: HttpConfig, listener: socket.socket, on_ready: Callable[[str], None], number: int
+) -> None:
     catch_the_rest(asyncio.get_running_loop(), engine.fail)
     app = LateApp(lambda: asdict(engine.health(http.stall_s)))
     server = Server(app, http, engine.fail)
-    running = asyncio.create_task(_with_engine(engine, http, server, app, on_ready), name="frontend")
+    running = asyncio.create_task(_with_engine(engine, http, server, app, on_ready, number), name="frontend")
     running.add_done_callback(lambda _: server.leave())
     try:
         await serve(server, listener)
@@ -233,20 +240,33 @@ async def _run(engine: AsyncEngine, http: HttpConfig, listener: socket.socket, o
 
 
 async def _with_engine(
-    engine: AsyncEngine, http: HttpConfig, server: Server, app: LateApp, on_ready: Callable[[str], None]
+    engine: AsyncEngine,
+    http: HttpConfig,
+    server: Server,
+    app: LateApp,
+    on_ready: Callable[[str], None],
+    number: int,
 ) -> DepthbatchError:
-    async with engine:
+    async with engine, contextlib.AsyncExitStack() as links:
         if http.keep_answers_s:
             engine.keep_answers(http.keep_answers_s)
         texts = Texts(engine.tokenizer, http.template_names, engine.tokenizer_thread)
         service = Service(engine, texts, http, http.served_model_name or engine.config.model, engine.sampling_defaults)
-        app.app = create_app(service, EngineProbe(engine, service.metrics, http.stall_s))
+        metrics = SharedMetrics(service.metrics.registry, engine.run_dir, number, http.frontends)
+        siblings = None
+        if http.frontends > 1:
+            siblings = Siblings(engine.run_dir, number, http.frontends, engine.abort, metrics, engine.fail)
+            service.abort_named = siblings.abort
+            links.push_async_callback(siblings.close)
+        app.app = create_app(service, EngineProbe(engine, metrics, http.stall_s, siblings))
         server.service = service
-        address = endpoint(engine.run_dir, API_ENDPOINT)
-        api = ZmqApi(engine, address, service.limit, http.default_timeout_s)
+        if number == 0:
+            address = endpoint(engine.run_dir, API_ENDPOINT)
+            api = ZmqApi(engine, address, service.limit, http.default_timeout_s)
+            links.push_async_callback(api.close)
+            if http.zmq_bind is not None:
+                remote = ZmqApi(engine, http.zmq_bind, service.limit, http.default_timeout_s, http.load_zmq_keys())
+                links.push_async_callback(remote.close)
         tune_garbage_collection()
-        try:
-            on_ready(server.url)
-            raise await engine.failed()
-        finally:
-            await api.close()
+        on_ready(server.url)
+        raise await engine.failed()

@@ -19,6 +19,8 @@ from depthbatch.common.config import (
     values_from_sources,
 )
 from depthbatch.common.errors import ConfigError
+from depthbatch.frontend.processes import MAX_FRONTENDS
+from depthbatch.frontend.zmq_keys import ServerKeys, check_address
 
 PAGE = ("on", "off")
 
@@ -28,6 +30,22 @@ class HttpConfig(Options, frozen=True):
 
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], option("TCP port; 0 = any free one")] = 8000
+    frontends: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_FRONTENDS)],
+        option(
+            "processes that serve HTTP on the port, over one scheduler and worker; the native API is the first one's"
+        ),
+    ] = 1
+    zmq_bind: Annotated[
+        str | None,
+        option("further address of the native API, tcp://ADDRESS:PORT; other than loopback it needs both keys"),
+    ] = None
+    zmq_server_key: Annotated[
+        str | None, option("file with the server's secret CURVE key (NAME.key_secret of depthbatch keygen)")
+    ] = None
+    zmq_client_keys: Annotated[
+        str | None, option("directory with the public CURVE keys (*.key) of the clients that zmq_bind lets in")
+    ] = None
     api_key: Annotated[
         str | None, option("keys that clients must send (several: separated by commas); none = open")
     ] = None
@@ -72,6 +90,12 @@ class HttpConfig(Options, frozen=True):
         super().__post_init__()
         if self.api_key is not None and not self.api_keys:
             raise ConfigError("api_key holds no key: leave it out to serve without one")
+        if (self.zmq_server_key is None) != (self.zmq_client_keys is None):
+            raise ConfigError("zmq_server_key and zmq_client_keys go together: who the server is, and whom it lets in")
+        if self.zmq_bind is not None:
+            check_address(self.zmq_bind, self.zmq_server_key is not None)
+        elif self.zmq_server_key is not None:
+            raise ConfigError("zmq_server_key needs zmq_bind: the local address has no keys")
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ConfigError(f"cors_origins: {origin!r} is no origin, as https://host:port, and not *")
@@ -85,12 +109,23 @@ class HttpConfig(Options, frozen=True):
     def api_keys(self) -> tuple[bytes, ...]:
         return tuple(key.strip().encode() for key in (self.api_key or "").split(",") if key.strip())
 
+    def load_zmq_keys(self) -> ServerKeys | None:
+        """None where there are none. Raises ConfigError."""
+        if self.zmq_server_key is None or self.zmq_client_keys is None:
+            return None
+        return ServerKeys.load(self.zmq_server_key, self.zmq_client_keys)
+
+    @property
+    def places(self) -> int:
+        """The share of ``max_requests`` that each frontend has."""
+        return -(-self.max_requests // self.frontends)
+
     @property
     def places_per_key(self) -> int:
-        """How many of ``max_requests`` one API key may hold."""
+        """How many of its places a frontend gives to one API key."""
         if self.max_requests_per_key is not None:
-            return min(self.max_requests_per_key, self.max_requests)
-        return self.max_requests if len(self.api_keys) < 2 else max(1, self.max_requests // 2)
+            return min(-(-self.max_requests_per_key // self.frontends), self.places)
+        return self.places if len(self.api_keys) < 2 else max(1, self.places // 2)
 
     @property
     def template_names(self) -> frozenset[str]:

@@ -48,3 +48,15 @@ def test_a_server_that_does_not_start_is_told() -> None:
     with pytest.raises(EngineDeadError, match="max_loops"):
         arguments = ["bench", "service", *SMALL, "--serve-option=--max-loops=99"]
         service_figures.run_service_figures(build_parser(arguments).parse_args(arguments))
+
+
+def test_frontends_pass_on_every_token(tmp_path: Path) -> None:
+    """Not luck: all streams are read to their end, and each process has used some time for each of their tokens."""
+    output = tmp_path / "frontends.json"
+    small = ["--frontends", "2", "--max-num-seqs", "32", "--tokens", "100", "--rounds", "1", "--output", str(output)]
+    assert main(["bench", "frontends", *small]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["frontends"] == 2 and row["tokens_per_s_by_round"] == [row["tokens_per_s"]]
+    for kind in ("frontend", "scheduler", "worker"):
+        assert row[f"{kind}_us_per_token"] > 0
+    assert row["scheduler_limit_tokens_per_s"] == pytest.approx(1e6 / row["scheduler_us_per_token"])

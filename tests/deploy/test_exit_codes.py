@@ -57,9 +57,9 @@ def test_of_errors(
 
     run_files.write_config(tmp_path, EngineConfig())
     run_files.write_file(tmp_path / run_files.HTTP_FILE, "{}")
-    monkeypatch.setattr(server, "bind", lambda http: None)
+    monkeypatch.setattr(server, "bind", lambda http, shared: None)
     monkeypatch.setattr(server, "run_frontend", fail)
-    assert program._run_frontend(tmp_path) == of_frontend
+    assert program._run_frontend(tmp_path, 0) == of_frontend
     assert not (tmp_path / "frontend.ended").exists()
 
 
@@ -67,9 +67,15 @@ def test_of_errors(
 def test_of_the_server(of_frontend: int, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What ``depthbatch serve`` makes of its frontend's."""
     watch = supervision.Supervision.__new__(supervision.Supervision)
-    watch.path, watch._stopping = tmp_path, None
+    watch.path, watch._stopping, watch._frontends = tmp_path, None, ["frontend"]
     watch._process = SimpleNamespace(poll=lambda: None)
     watch._client = SimpleNamespace(exit_code=lambda name: of_frontend)
+    assert watch.run() == code
+    watch._frontends = ["frontend", "frontend-1"]
+    codes = iter([None, 0, 0, of_frontend])  # one has drained before the other has ended
+    watch._client = SimpleNamespace(exit_code=lambda name: next(codes))
+    watch._faults_too_often = lambda: False
+    watch._copier = SimpleNamespace(is_alive=lambda: True)
     assert watch.run() == code
 
 
@@ -123,7 +129,7 @@ def test_a_frontend_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(supervision.os, "kill", lambda pid, number: killed.append((pid, number)))
     run_files.write_file(tmp_path / "frontend.pid", "77")
     watch = supervision.Supervision.__new__(supervision.Supervision)
-    watch.path, watch._stopping = tmp_path, None
+    watch.path, watch._stopping, watch._frontends = tmp_path, None, ["frontend"]
     watch._stop_wait_s = int(HttpConfig().drain_s) + supervision.STOP_MARGIN_S
     watch._process = SimpleNamespace(poll=lambda: None)
     watch._client = SimpleNamespace(exit_code=lambda name: None)

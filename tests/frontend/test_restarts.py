@@ -54,6 +54,7 @@ class NamedProcesses:
     """Their owner, who notes what it is asked for."""
 
     outlive_frontend: bool = False
+    frontend: int = 0
     backs_off: bool = False
     served: bool = False
     run_dir: Path = Path()

@@ -101,9 +101,9 @@ def test_a_seed_draws_the_same_by_every_way(frontend: RunningFrontend) -> None:
     asked: list[int] = []
     original = frontend.engine._client.submit_all
 
-    def spy(requests: Any, client: int) -> list[int]:
+    def spy(requests: Any, *rest: Any) -> list[int]:
         asked.extend(frontend.engine._client.check(ids, params).seed for ids, params in requests)
-        return original(requests, client)
+        return original(requests, *rest)
 
     frontend.engine._client.submit_all = spy  # type: ignore[method-assign]
     try:

@@ -91,3 +91,16 @@ def test_fields_that_routers_add_are_taken_in_silence(http: httpx.Client, monkey
     for name in ("no_stop_trim", "return_hidden_states"):
         refused = http.post("/v1/chat/completions", json={**chat, name: True})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+
+
+def test_render_gives_the_tokens_that_generation_counts(http: httpx.Client) -> None:
+    """Text, ids, several prompts, a conversation: the tokens of a prompt without any output, as many as ``usage`` says."""
+    body = {"prompt": ["hello", "hi"], "max_tokens": 1}
+    rendered = http.post("/v1/completions/render", json=body).json()
+    assert [bytes(each["token_ids"]) for each in rendered] == [b"hello", b"hi"]
+    assert http.post("/v1/completions/render", json={"prompt": [5, 6]}).json()[0]["token_ids"] == [5, 6]
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    ids = http.post("/v1/chat/completions/render", json=chat).json()["token_ids"]
+    assert len(ids) == http.post("/v1/chat/completions", json=chat).json()["usage"]["prompt_tokens"] > 5
+    for bad in ({"prompt": "x", "n": 99}, {"prompt": ""}, {"prompt": "x", "tools": [{}]}):
+        assert http.post("/v1/completions/render", json=bad).status_code == 400

@@ -27,7 +27,7 @@ OPERATIONS = {
     "POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{model}", "POST /tokenize",
     "POST /detokenize", "GET /tokenizer_info", "POST /abort", "GET /health", "GET /ready", "GET /metrics",
     "GET /stage_trace", "GET /version", "GET /get_load", "GET /v1/loads", "GET /server_info", "GET /get_server_info",
-    "GET /model_info", "GET /get_model_info",
+    "GET /model_info", "GET /get_model_info", "POST /v1/completions/render", "POST /v1/chat/completions/render",
 }  # fmt: skip
 EXAMPLES = 12
 

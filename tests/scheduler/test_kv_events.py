@@ -2,10 +2,16 @@
 
 import json
 import random
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import msgpack
+import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +19,12 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.kv_events import binds
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.common.messages import RequestParams, Submit
+from depthbatch.common.messages import EngineReady, RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import prefix_keys
 from depthbatch.scheduler.kv_events import END, AllBlocksCleared, BlockRemoved, BlockStored, KvEvents, block_hash
 from fakes.paged_lockstep import Lockstep
+from fakes.scheduler_process import OPTIONS, Engine, FakeWorker, engine_info
 
 SIZE = 4
 CONFIG = SchedulerConfig(
@@ -148,3 +155,61 @@ def test_what_binds_and_what_connects_is_vllms_rule() -> None:
     assert binds("tcp://*:5557") and binds("ipc:///x") and binds("tcp://[::]:5557")
     assert not binds("tcp://router:5557")
     assert END == b"\xff" * 8
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Short, because a UNIX socket's path must fit into 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="dbs") as path:
+        yield Path(path)
+
+
+def test_batches_on_the_wire_are_vllms(run_dir: Path) -> None:
+    """Over sockets, read as any msgpack reader does: topic, number, [time, [events], rank]. What is asked for again comes
+    again, byte for byte, and an end behind it; a new worker has an empty cache."""
+    events, replays = f"ipc://{run_dir}/kv", f"ipc://{run_dir}/replay"
+    text = json.dumps(
+        {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replays, "topic": "kv@me@demo"}
+    )
+    options = msgspec.structs.replace(OPTIONS, prefix_caching="on", kv_events_config=text)
+    info = engine_info(kv_layout="last_exited")
+    engine = Engine(run_dir, options)
+    subscriber, asker = engine.context.socket(zmq.SUB), engine.context.socket(zmq.DEALER)
+    subscriber.connect(events)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@me")
+    asker.connect(replays)
+    try:
+        worker = FakeWorker(run_dir, info=info)
+        frontend = engine.frontend
+        frontend.until(lambda: frontend.of(EngineReady))
+        prompt = list(range(9))
+        frontend.link.send(Submit(1, np.asarray(prompt, np.int32).tobytes(), RequestParams(max_tokens=2, max_loops=4)))
+        topic, number, payload = receive(subscriber)
+        assert (topic, number) == (b"kv@me@demo", bytes(8))
+        sent_s, told, rank = msgpack.unpackb(payload)
+        names = [block_hash(key) for key in prefix_keys(np.array(prompt, np.int32), 4)]
+        (stored,) = told
+        assert (stored["type"], stored["block_hashes"], stored["token_ids"]) == ("BlockStored", names, prompt[:8])
+        assert stored["parent_block_hash"] is None and (stored["block_size"], stored["medium"]) == (4, "GPU")
+        assert set(stored) - {"extra_keys"} == {
+            *("type", "block_hashes", "parent_block_hash", "token_ids"),
+            *("block_size", "lora_id", "medium", "lora_name"),
+        }
+        assert sent_s > 1e9 and rank == 0
+        frontend.until(lambda: frontend.finished())
+        worker.stop()
+        other = FakeWorker(run_dir, pid=2, info=info)
+        _, number, cleared = receive(subscriber)
+        assert int.from_bytes(number, "big") == 1 and msgpack.unpackb(cleared)[1] == [{"type": "AllBlocksCleared"}]
+        asker.send_multipart([b"", (1).to_bytes(8, "big")])
+        assert [receive(asker)[1:], receive(asker)[1:]] == [[number, cleared], [END, b""]]
+        other.stop()
+    finally:
+        subscriber.close(0)
+        asker.close(0)
+        engine.stop()
+
+
+def receive(socket: zmq.Socket) -> list[bytes]:
+    assert socket.poll(10_000)
+    return socket.recv_multipart()

@@ -6,12 +6,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgpack
 import msgspec
 import numpy as np
 import pytest
@@ -21,182 +18,23 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import (
-    WIRE_VERSION,
     Abort,
-    EngineInfo,
     EngineReady,
     Fatal,
     GetStats,
-    GrammarPrepared,
-    Hello,
-    PrepareGrammar,
     Rejected,
     RequestParams,
     SchedulerHeartbeat,
-    SchedulerMessage,
     SchedulerStats,
     Shutdown,
-    StageBatch,
     StageResult,
     Submit,
-    Tokens,
     WorkerCommand,
-    WorkerHeartbeat,
-    WorkerReady,
 )
 from depthbatch.common.transport import Dealer, endpoint
 from depthbatch.scheduler.config import SchedulerConfig
-from depthbatch.scheduler.kv_blocks import prefix_keys
-from depthbatch.scheduler.kv_events import END, block_hash
-from depthbatch.scheduler.process import SchedulerProcess
-from depthbatch.scheduler.stage_batch import ScheduledStage
 from fakes.paged_model import plain_decode
-from fakes.paged_worker import PagedWorker
-
-OPTIONS = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling="lookahead")
-WAIT_S = 20.0
-
-
-def engine_info(**changes: object) -> EngineInfo:
-    fields = {
-        "model": "fake",
-        "architecture": "fake",
-        "vocab_size": 40,
-        "r_max": 4,
-        "r_min": 1,
-        "default_gate": Gate.NONE,
-        "gates": tuple(Gate),
-        "default_threshold": 0.5,
-        "kv_layout": "single",
-        "block_size": 4,
-        "num_blocks": 60,
-        "kv_bytes_per_token": 1,
-        "max_model_len": 64,
-        "boundary_layers": 0,
-        "buckets": (1, 2, 4),
-        "device": "fake",
-        "dtype": "int",
-    }
-    return EngineInfo(**fields | changes)  # type: ignore[arg-type]
-
-
-class FakeWorker:
-    """A PagedWorker behind a DEALER, in a thread. ``die_after``: vanishes after that many stages, last one unanswered."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        pid: int = 1,
-        die_after: int | None = None,
-        info: EngineInfo | None = None,
-        wire_version: str = WIRE_VERSION,
-    ) -> None:
-        self.info = info or engine_info()
-        self.wire_version = wire_version
-        self.config = SchedulerConfig.resolve(OPTIONS, self.info)
-        self.worker = PagedWorker(self.config)
-        self.stages = 0
-        self.asked: list[int] = []  # requests whose grammars were to be prepared
-        self.error: BaseException | None = None
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(target=self._guard, args=(run_dir, pid, die_after), daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        """For a worker whose scheduler is not there to tell it."""
-        self.stopping.set()
-        self.thread.join(WAIT_S)
-
-    def _guard(self, run_dir: Path, pid: int, die_after: int | None) -> None:
-        context = zmq.Context()
-        link = Dealer(context, endpoint(run_dir, "worker"), WorkerCommand)
-        try:
-            self._run(link, pid, die_after)
-        except BaseException as error:  # shown by the test that joins
-            self.error = error
-        finally:  # a context left to the garbage collector would wait for its sockets for ever
-            link.close()
-            context.term()
-
-    def _run(self, link: Dealer, pid: int, die_after: int | None) -> None:
-        link.send(WorkerReady(pid, self.info, self.wire_version))
-        while not self.stopping.is_set():
-            link.socket.poll(50)
-            received = link.receive()
-            if received is None:
-                continue
-            if isinstance(received.message, Shutdown):
-                break
-            header = received.message
-            if isinstance(header, PrepareGrammar):
-                self.asked.append(header.request_id)
-                if header.grammar != "regex:later":
-                    failure = "nothing matches it" if header.grammar == "regex:bad" else ""
-                    link.send(GrammarPrepared(header.request_id, failure))
-                continue
-            assert isinstance(header, StageBatch)
-            frames = [np.frombuffer(frame, np.int32) for frame in received.frames]
-            if header.stage != Stage.PREFILL:
-                frames[0] = frames[0].reshape(4, header.bucket)
-            params = frames[1].reshape(header.n_slot_params, -1) if header.n_slot_params else None
-            if self.stages == 0:  # step ids go on after a restart, so that old answers are told from new ones
-                self.worker.last_step_id = header.step_id - 1
-            result = self.worker.execute(ScheduledStage(header, frames[0], params))
-            self.stages += 1
-            if die_after is not None and self.stages >= die_after:
-                break
-            link.send(result)
-            link.send(WorkerHeartbeat(self.stages, 1.5, 0.25, 0.5))
-
-
-class FrontendProbe:
-    """A frontend that keeps all it hears."""
-
-    def __init__(self, context: zmq.Context, run_dir: Path, wire_version: str = WIRE_VERSION) -> None:
-        self.link = Dealer(context, endpoint(run_dir, "scheduler"), SchedulerMessage)
-        self.heard: list[object] = []
-        self.link.send(Hello(wire_version))
-
-    def until(self, done) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not done():
-            assert time.monotonic() < deadline, f"heard only {self.heard[-3:]}"
-            if self.link.socket.poll(100):
-                while (received := self.link.receive()) is not None:
-                    self.heard.append(received.message)
-
-    def of(self, kind: type) -> list:
-        return [message for message in self.heard if isinstance(message, kind)]
-
-    def tokens(self, request_id: int) -> list[int]:
-        return [t for event in self.events(request_id) for t in event.token_ids]
-
-    def events(self, request_id: int) -> list:
-        return [event for tokens in self.of(Tokens) for event in tokens.events if event.request_id == request_id]
-
-    def finished(self) -> dict[int, str]:
-        return {e.request_id: e.finish_reason for t in self.of(Tokens) for e in t.events if e.finish_reason}
-
-
-class Engine:
-    """A SchedulerProcess in a thread, its run directory and one frontend."""
-
-    def __init__(self, run_dir: Path, options: EngineConfig = OPTIONS) -> None:
-        self.run_dir = run_dir
-        self.context = zmq.Context()
-        self.process = SchedulerProcess(self.context, str(run_dir), options)
-        self.status: list[int] = []
-        self.thread = threading.Thread(target=lambda: self.status.append(self.process.run()), daemon=True)
-        self.thread.start()
-        self.frontend = FrontendProbe(self.context, run_dir)
-
-    def stop(self) -> None:
-        self.frontend.link.send(Shutdown())
-        self.thread.join(WAIT_S)
-        self.process.close()
-        self.frontend.link.close()
-        self.context.destroy(0)
-        assert self.status == [0]
+from fakes.scheduler_process import OPTIONS, WAIT_S, Engine, FakeWorker, FrontendProbe, engine_info
 
 
 @pytest.fixture
@@ -470,46 +308,22 @@ def test_worker_of_another_version_ends_the_scheduler(run_dir: Path) -> None:
     context.destroy(0)
 
 
-def test_batches_on_the_wire_are_vllms(run_dir: Path) -> None:
-    """Over sockets, read as any msgpack reader does: topic, number, [time, [events], rank]. What is asked for again comes
-    again, byte for byte, and an end behind it; a new worker has an empty cache."""
-    events, replays = f"ipc://{run_dir}/kv", f"ipc://{run_dir}/replay"
-    text = json.dumps(
-        {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replays, "topic": "kv@me@demo"}
-    )
-    options = msgspec.structs.replace(OPTIONS, prefix_caching="on", kv_events_config=text)
-    info = engine_info(kv_layout="last_exited")
-    engine = Engine(run_dir, options)
-    subscriber, asker = engine.context.socket(zmq.SUB), engine.context.socket(zmq.DEALER)
-    subscriber.connect(events)
-    subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@me")
-    asker.connect(replays)
-    try:
-        worker = FakeWorker(run_dir, info=info)
-        frontend = engine.frontend
-        frontend.until(lambda: frontend.of(EngineReady))
-        prompt = list(range(9))
-        frontend.link.send(Submit(1, np.asarray(prompt, np.int32).tobytes(), RequestParams(max_tokens=2, max_loops=4)))
-        topic, number, payload = receive(subscriber)
-        assert (topic, number) == (b"kv@me@demo", bytes(8))
-        sent_s, told, rank = msgpack.unpackb(payload)
-        names = [block_hash(key) for key in prefix_keys(np.array(prompt, np.int32), 4)]
-        assert told == [["BlockStored", names, None, prompt[:8], 4, None, "GPU", None, None]]
-        assert sent_s > 1e9 and rank == 0
-        frontend.until(lambda: frontend.finished())
-        worker.stop()
-        other = FakeWorker(run_dir, pid=2, info=info)
-        _, number, cleared = receive(subscriber)
-        assert int.from_bytes(number, "big") == 1 and msgpack.unpackb(cleared)[1] == [["AllBlocksCleared"]]
-        asker.send_multipart([b"", (1).to_bytes(8, "big")])
-        assert [receive(asker)[1:], receive(asker)[1:]] == [[number, cleared], [END, b""]]
-        other.stop()
-    finally:
-        subscriber.close(0)
-        asker.close(0)
-        engine.stop()
-
-
-def receive(socket: zmq.Socket) -> list[bytes]:
-    assert socket.poll(10_000)
-    return socket.recv_multipart()
+def test_an_id_that_waits_for_its_grammar_is_taken(engine: Engine) -> None:
+    """Bug: a request with the id of one whose grammar was being compiled took its place, and the first one's frontend, which may
+    be another, waited for ever."""
+    worker = FakeWorker(engine.run_dir)
+    first, second = engine.frontend, FrontendProbe(engine.context, engine.run_dir)
+    first.until(lambda: first.of(EngineReady))
+    first.link.send(submit(1, grammar="regex:later"))
+    first.until(lambda: worker.asked == [1])
+    for grammar in ("", "regex:good"):
+        second.link.send(submit(1, grammar=grammar))
+    second.until(lambda: len(second.of(Rejected)) == 2)
+    assert {(each.reason, each.param) for each in second.of(Rejected)} == {("request id 1 is in use", "request_id")}
+    worker.stop()
+    FakeWorker(engine.run_dir, pid=2)  # is asked for the first one's grammar, and never for another's
+    first.link.send(Abort(1))
+    second.link.send(submit(2))
+    second.until(lambda: 2 in second.finished())
+    assert worker.asked == [1] and not second.events(1)
+    second.link.close()
