@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import DepthbatchError, ModelError
 from depthbatch.common.messages import RequestParams
-from depthbatch.worker.layers.int8 import quantize
+from depthbatch.worker.layers.int8 import Int8Weight, int8_product, quantize
 from depthbatch.worker.models.compressed import CompressedCheckpoint
 from depthbatch.worker.models.loader import load_model, open_model_dir, read_spec, weight_bytes
 from depthbatch.worker.models.tensor_parallel import TensorParallel
@@ -93,6 +93,31 @@ def test_w8a8_is_the_int8_of_our_own(tmp_path: Path) -> None:
     assert read_spec(str(model)).quantization == "int8"
     assert scores(model) == scores(OURO, quantization="int8") != scores(OURO)
     assert weight_bytes(str(model)) == weight_bytes(str(OURO), quantization="int8")
+
+
+def test_stored_bytes_are_kept(tmp_path: Path) -> None:
+    """Of a scheme that does not use the largest byte: quantised anew, the bytes would be others."""
+    model = write(tmp_path, "W8A8")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    halved = tensors[name] // 2
+    save_file(tensors | {name: halved}, model / "model.safetensors")
+    product = load_model(str(model)).weights.core.blocks[0].down.product
+    x = torch.randn(3, halved.shape[1])
+    assert torch.equal(product(x), int8_product(x, Int8Weight(halved, tensors[f"{name}_scale"].flatten())))
+
+
+def test_a_layer_is_of_one_kind(tmp_path: Path) -> None:
+    """q, k and v run as one product; with int8 asked for, what is stored whole is quantised as well."""
+    model, name = write(tmp_path, "W8A8"), "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(model / "model.safetensors")
+    del tensors[f"{name}_scale"]
+    save_file(tensors | {name: load_file(OURO / "model.safetensors")[name]}, model / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"q_proj\.weight' to '.*v_proj\.weight' run as one layer, but some are quantised"
+    ):
+        load_model(str(model))
+    assert load_model(str(model), quantization="int8").spec.quantization == "int8"
 
 
 def test_w8a16_is_made_whole(tmp_path: Path) -> None:
@@ -182,7 +207,7 @@ def test_other_schemes_are_refused_by_field(
         ("W8A8", "", None, "neither"),
         ("W8A8", "_scale", torch.ones(3, 1), r"torch\.float32 \[3, 1\], expected floats \[\d+, 1\]"),
         ("W8A8", "_scale", "nan", "holds NaN or infinite values"),
-        ("W8A8", "_scale", None, "some are quantised and some are not|expected floats"),
+        ("W8A8", "_scale", None, "expected floats"),
         ("W8A16", "_packed", torch.zeros(64, 3, dtype=torch.int32), r"expected int32 \[\d+, \d+\]"),
         ("W8A16", "_shape", None, "_shape' is missing"),
     ],
