@@ -191,8 +191,7 @@ class Admission:
         request.slot = self.slots.take()
         request.state = State.ACTIVE
         request.computed = request.length - 1 if keeps else shared.size * self._config.block_size
-        if not request.output:
-            request.cached_tokens = request.computed
+        request.cached_tokens = request.computed
         request.prefill_tokens = request.tokens_to_prefill()
         if not request.output:
             request.cuts.clear()  # nothing has come of them

@@ -57,7 +57,7 @@ class Request:
     targets_sent: int = 0  # prompt tokens, the first apart, whose logprobs have been asked for
     targets_known: int = 0  # and answered
     prefix_keys: tuple[bytes, ...] | None = None  # of its prompt's full blocks, once they were asked for
-    cached_tokens: int = 0  # of its prompt, found in the prefix cache when its first token was prefilled
+    cached_tokens: int = 0  # found in the prefix cache by its last prefill; told with the first token
     overdue: bool = False  # waits behind all that are not (objective goodput)
     deaths: int = 0  # of workers, while a stage of this one was in flight, without getting past it since
     proof: int = 0  # output tokens with which it is past what it ran then
