@@ -243,6 +243,7 @@ def draw_accuracy(report: Mapping[str, Any], directory: Path) -> list[Path]:
         )
     ax.set_title(f"{report['model']}: drafts that are right", fontsize=10)
     ax.set_xlabel("loops after which the draft is read")
+    ax.set_xticks(sorted({row["depth"] for row in drafts}))
     ax.set_ylabel("right (%)")
     ax.set_ylim(0, 102)
     ax.legend(fontsize=8)
