@@ -228,7 +228,8 @@ class Call:
     def _go_on_after(self, last: LastEvent) -> None:
         service = self._service
         answer = service.engine.kept_answer(engine_name(last.request_id, self._client))
-        self._answer = check_resumable(answer, last, self._body, service.config.keep_answers_s)
+        keep_s = service.config.keep_answers_s if service.engine.keeps_answers else 0.0
+        self._answer = check_resumable(answer, last, self._body, keep_s)
         self._id, self._created, self._form = last.request_id, self._answer.created, self._answer.form
         self._positions = Positions(self._number, last.counts)
 

@@ -70,8 +70,8 @@ def check_resumable(answer: KeptAnswer | None, last: LastEvent, body: Generation
     if not body.stream:
         raise bad_header(LAST_EVENT_ID, "only with stream")
     if answer is None:
-        kept = f"for {keep_s:g} s after their last news" if keep_s else "not at all (--keep-answers-s 0)"
-        message = f"no answer to {last.request_id!r} is here; this server keeps streams {kept}"
+        kept = f"streams for {keep_s:g} s after their last news" if keep_s else "none"
+        message = f"no answer to {last.request_id!r} is here; this server keeps {kept}"
         raise ApiError(404, f"{LAST_EVENT_ID}: {message}", param=LAST_EVENT_ID, code="answer_not_found")
     if answer.form != form_of(body):
         raise bad_header(LAST_EVENT_ID, f"{last.request_id!r} was asked for with another body")

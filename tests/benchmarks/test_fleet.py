@@ -113,4 +113,5 @@ def test_a_sweep_goes_on_where_its_file_ends(tmp_path: Path) -> None:
     assert fleet_sweep.read_rows(tmp_path) == rows
     fleet_sweep.draw(rows, tmp_path)
     assert (tmp_path / "routers.png").stat().st_size > 1000 and (tmp_path / "goal.png").exists()
+    assert fleet_sweep.tables(rows).count("| 2 | 64 | ") == 2
     assert len({case.key for case in fleet_sweep.cases()}) == len(list(fleet_sweep.cases()))

@@ -68,7 +68,8 @@ def with_replicas(body, lost_after: int | None) -> None:
 
 @pytest.mark.parametrize("lost_after", [None, 1, 3])
 def test_a_lost_replica_is_a_pause(lost_after: int | None) -> None:
-    """Three prompts of different lengths, the replica lost after each message, or each third: every token and depth once and
+    """Row "one of several replicas dies: its streams are cut, or begin anew with other tokens". Three prompts of different
+    lengths, the replica lost after each message, or each third: every token and depth once and
     in order, the text as of one engine, a stop string across the seam found; nothing is left running anywhere."""
 
     async def body(engine: ForwardingEngine, replicas: TwoEngines) -> None:
