@@ -1,7 +1,7 @@
 """``depthbatch bench frontends``: how many tokens a second the processes around the device can pass on.
 
 The device is simulated and takes no time, so what is left is scheduler, worker process, frontends, and the client, which reads
-bytes and looks at none. For each number of frontends: tokens a second, and the processor time of each process a token, from which
+bytes and counts events. For each number of frontends: tokens a second, and the processor time of each process a token, from which
 follows who is the limit and where the scheduler would be. All of them share the machine's cores. JSON to stdout or --output, a
 table to stderr.
 """
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -40,8 +40,13 @@ def free_device(r_max: int) -> DeviceProfile:
     return DeviceProfile("free", r_max, 1, CoreCost(0.0, 0.0, 0.0), nothing, nothing, nothing, flops)
 
 
-def read_streams(url: str, streams: int, tokens: int, burst: int) -> float:
-    """Seconds from the first byte sent until all answers are complete. ``burst``: connections that are opened before any is
+class Read(NamedTuple):
+    seconds: float  # from the first byte sent until all answers are complete
+    events: int  # server-sent ones; where tokens come faster than they are passed on, several share one
+
+
+def read_streams(url: str, streams: int, tokens: int, burst: int) -> Read:
+    """All answers, to their end. ``burst``: connections that are opened before any is
     read. Raises EngineDeadError on an answer that is not 200."""
     address = urlsplit(url)
     body = json.dumps(
@@ -52,7 +57,9 @@ def read_streams(url: str, streams: int, tokens: int, burst: int) -> float:
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     ).encode()
     buffer = bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
     begun: set[socket.socket] = set()
+    events = 0
     start_s = time.perf_counter()
     with selectors.EpollSelector() as selector:
         for number in range(streams):
@@ -69,6 +76,7 @@ def read_streams(url: str, streams: int, tokens: int, burst: int) -> float:
             for key, _ in ready:
                 connection = key.fileobj  # type: ignore[assignment]
                 count = connection.recv_into(buffer)
+                events += bytes(view[:count]).count(b"data: {")
                 if connection not in begun:
                     begun.add(connection)
                     if not buffer.startswith(b"HTTP/1.1 200"):
@@ -76,7 +84,7 @@ def read_streams(url: str, streams: int, tokens: int, burst: int) -> float:
                 if not count:
                     selector.unregister(connection)
                     connection.close()
-    return time.perf_counter() - start_s
+    return Read(time.perf_counter() - start_s, events)
 
 
 def pids_of(run_dir: Path, frontends: int) -> dict[str, list[int]]:
@@ -101,11 +109,11 @@ def measure_one(args: argparse.Namespace, frontends: int) -> dict[str, Any]:
             pids = {**pids_of(run_dir, frontends), "client": [pool.submit(os.getpid).result()]}
             for _ in range(args.rounds):
                 before = {kind: sum(map(processor_seconds, own)) for kind, own in pids.items()}
-                took_s = pool.submit(read_streams, server.http, args.max_num_seqs, args.tokens, args.burst).result()
+                read = pool.submit(read_streams, server.http, args.max_num_seqs, args.tokens, args.burst).result()
                 tokens = args.max_num_seqs * args.tokens
                 used = {kind: sum(map(processor_seconds, own)) - before[kind] for kind, own in pids.items()}
                 rows.append(
-                    {"tokens_per_s": tokens / took_s}
+                    {"tokens_per_s": tokens / read.seconds, "tokens_per_event": tokens / read.events}
                     | {f"{kind}_us_per_token": 1e6 * seconds / tokens for kind, seconds in used.items()}
                 )
     median: Callable[[str], float] = lambda name: statistics.median(row[name] for row in rows)  # noqa: E731
@@ -144,10 +152,16 @@ def run_frontends(args: argparse.Namespace) -> int:
         },
         args.output,
     )
-    print("frontends  tokens/s   us of processor a token: frontends  scheduler  worker  client", file=sys.stderr)
+    print(
+        "frontends  tokens/s  tokens an event   us of processor a token: frontends  scheduler  worker  client",
+        file=sys.stderr,
+    )
     for row in rows:
         used = "  ".join(
             f"{row[f'{kind}_us_per_token']:9.1f}" for kind in ("frontend", "scheduler", "worker", "client")
         )
-        print(f"{row['frontends']:9d}  {row['tokens_per_s']:8.0f}   {used}", file=sys.stderr)
+        print(
+            f"{row['frontends']:9d}  {row['tokens_per_s']:8.0f}  {row['tokens_per_event']:15.1f}   {used}",
+            file=sys.stderr,
+        )
     return 0

@@ -57,6 +57,7 @@ def test_frontends_pass_on_every_token(tmp_path: Path) -> None:
     assert main(["bench", "frontends", *small]) == 0
     (row,) = json.loads(output.read_text())["rows"]
     assert row["frontends"] == 2 and row["tokens_per_s_by_round"] == [row["tokens_per_s"]]
+    assert 1 <= row["tokens_per_event"] <= 100
     for kind in ("frontend", "scheduler", "worker"):
         assert row[f"{kind}_us_per_token"] > 0
     assert row["scheduler_limit_tokens_per_s"] == pytest.approx(1e6 / row["scheduler_us_per_token"])

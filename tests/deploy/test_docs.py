@@ -69,6 +69,9 @@ def test_options_named_in_the_pages_exist() -> None:
         "only",
         "parent-pid",
         "run-dir",
+        "kv-event-source",
+        "kv-event-model",
+        "kv-event-block-size",
     }
     for page in PAGES:
         text = (ROOT / "docs" / page).read_text()
