@@ -63,6 +63,7 @@ def test_options_named_in_the_pages_exist() -> None:
         "chaos-seed",
         "inputs",
         "contexts",
+        "shapes",
         "now",
         "write",
         "dry-run-cpu",
