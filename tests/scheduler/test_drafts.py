@@ -310,6 +310,16 @@ def test_drafts_preempt_nobody() -> None:
     assert sum(answer.accepted_drafts for answer in harness.answers.values()) > 0
 
 
+def test_a_successor_without_a_block_preempts_nobody() -> None:
+    """A guess that is read for good has a successor at once, and no one has looked whether there is a block for it. It gives
+    up its row where there is none; had it not, the younger request would be preempted for a draft."""
+    config = build(max_num_seqs=2, block_size=1, num_blocks=1 + 12, max_model_len=20, preemption="recompute")
+    lives = (9, [4, 1, 1, 4, 2, 2, 4, 2, 1, 1]), (4, [2, 2, 1, 1, 1])
+    submits = [request(index, depths, tokens) for index, (tokens, depths) in enumerate(lives)]
+    plain, drafted = (served(replace(config, draft_lanes=lanes), *submits) for lanes in (0, 3))
+    assert plain.scheduler.counters.preemptions == drafted.scheduler.counters.preemptions == 0
+
+
 @pytest.mark.parametrize("usable", [14, 16, 18, 20])
 def test_early_blocks_of_drafts_are_spare_ones(usable: int) -> None:
     """Three sequences that cannot all grow to their end: with drafts no more of them are preempted than without. A block
