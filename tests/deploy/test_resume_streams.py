@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes.serve_process import DEVICE, ResumingClient, ServeProcess
+from fakes.serve_process import DEVICE, ResumingClient, ServeProcess, wait_until
 
 BODY = {"prompt": [[5, 6, 7], [8, 9]], "n": 2, "seed": 3, "max_tokens": 48, "temperature": 1.0}
 PLAIN = {
@@ -40,20 +40,14 @@ def test_streams_outlive_every_process(server: ServeProcess) -> None:
     assert {len(choice["token_ids"]) for choice in whole.joined()[0].values()} == {48} and len(whole.joined()[0]) == 4
     clients = [ResumingClient(server, f"c{number}", **BODY) for number in range(8)]
     with ThreadPoolExecutor(len(clients)) as threads:
-        for number, victims in enumerate((("frontend",), ("worker", "scheduler", "frontend"))):
-            reached = [
-                threads.submit(client.run, lambda client=client, part=20 * number: _tokens(client) > 4 * part)
-                for client in clients
-            ]
+        running = [threads.submit(client.run) for client in clients]
+        for tokens, victims in ((8, ("frontend",)), (24, ("worker", "scheduler", "frontend"))):
+            wait_until(lambda tokens=tokens: _tokens(clients[0]) > 4 * tokens, "the streams are there")
             pids = server.pids()
-            for future in reached[::3]:
-                future.result()
             for name in victims:
                 os.kill(pids[name], signal.SIGKILL)
-            for future in reached:
-                future.result()
             server.wait_ready()
-        for future in [threads.submit(client.run) for client in clients]:
+        for future in running:
             future.result()
     assert all(client.joined() == whole.joined() for client in clients)
     assert sum(client.breaks for client in clients) >= 8
