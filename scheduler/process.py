@@ -25,6 +25,7 @@ from depthbatch.common.messages import (
     Abort,
     EngineReady,
     Fatal,
+    FinishReason,
     FrontendMessage,
     GetStats,
     GrammarPrepared,
@@ -256,6 +257,8 @@ class SchedulerProcess:
             case Abort(request_id):
                 if request_id in self._held and self._held[request_id].peer == received.peer:
                     del self._held[request_id]
+                    if self.core is not None:
+                        self.core.counters.finished(FinishReason.ABORT)
                 if self.core is not None and self.frontends.owns(received.peer, request_id):
                     self.core.abort(request_id)
             case Hello(wire_version):
