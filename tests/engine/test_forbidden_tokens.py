@@ -23,7 +23,7 @@ SETTINGS = [
     {"policy": "no-refill", "max_num_seqs": 3},
     {"policy": "cb"},
     {"policy": "refill", "speculation": "2"},
-    {"kv_blocks": 24, "block_size": 4},
+    {"kv_blocks": 20, "block_size": 4},
 ]
 
 

@@ -107,7 +107,7 @@ SETTINGS = [
     {"policy": "no-refill", "max_num_seqs": 3},
     {"max_num_batched_tokens": 13},
     {"async_scheduling": "lookahead"},
-    {"kv_blocks": 24, "block_size": 4},
+    {"kv_blocks": 20, "block_size": 4},
 ]
 
 

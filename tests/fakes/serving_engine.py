@@ -158,8 +158,8 @@ class FakeEngine:
         finally:
             for task in tasks:
                 task.cancel()
+            self.known.difference_update(sequences)  # a client that leaves now cancels what follows
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.known.difference_update(sequences)
 
     def _sequence(self, name: str, prompt: list[int], params: SamplingParams) -> FakeSequence:
         """Raises RequestError, as EngineClient.check does."""

@@ -65,7 +65,7 @@ def test_goodput_serves_those_who_can_still_be_in_time() -> None:
 
 def make_request(request_id: int, priority: int = 0, client: int = 0) -> Request:
     params: Any = SimpleNamespace(priority=priority)
-    return Request(request_id, np.zeros(1, np.int32), params, Gate.NONE, 1, request_id, frozenset(), client)
+    return Request(request_id, np.zeros(1, np.int32), params, Gate.NONE, 1, request_id, frozenset(), client=client)
 
 
 def test_overdue_requests_wait_behind_all_others_whatever_their_priority() -> None:

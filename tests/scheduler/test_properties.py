@@ -154,7 +154,10 @@ def test_ten_thousand_random_operations_end_with_everything_free(mode: str, layo
     assert all(answer.finish_reason is not None for answer in harness.answers.values())
     assert scheduler.counters.preemptions > 10 and len(harness.answers) > 400 and harness.worker.mixed_depths >= 3
     assert harness.worker.rebuilt > 20 and (harness.worker.restored > 20) == (host_blocks > 0)
-    assert (harness.worker.forced > 20) == (layout is KVLayout.SINGLE and not host_blocks)
+    if layout is not KVLayout.SINGLE:
+        assert harness.worker.forced == 0
+    elif not host_blocks:  # with host memory few sequences have to be decoded again
+        assert harness.worker.forced > 20
     for request_id, answer in harness.answers.items():
         submit = harness.submits[request_id]
         expected = plain_decode(prompt_of(submit), submit.params, config)
