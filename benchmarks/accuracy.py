@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from depthbatch.benchmarks.questions import MATCHES, Question, heldout_questions, prompts_of, read_questions
 from depthbatch.benchmarks.record import write_json
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import (
     FIELD_NAMES,
     MAX_DRAFT_LANES,
@@ -67,7 +68,7 @@ def add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--task-seed", type=int, default=0, help="which held-out questions are drawn")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_EXAMPLES} questions and fewer settings")
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
     parser.add_argument("--figures", metavar="DIR", type=Path, help="draw accuracy against depth into this directory")
     add_config_arguments(parser, [n for n in FIELD_NAMES if n not in ("model", "gate", "exit_threshold")])
 

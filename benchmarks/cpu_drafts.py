@@ -18,6 +18,7 @@ import numpy as np
 
 from depthbatch.benchmarks.questions import heldout_questions
 from depthbatch.benchmarks.record import acceptance, draft_lanes_mean
+from depthbatch.common.arguments import positive, seconds
 from depthbatch.common.config import EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.stats import CoreStats
@@ -58,10 +59,12 @@ class Turn(NamedTuple):
 def add_cpu_drafts_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, load and the engine's options."""
     parser.add_argument("model", metavar="MODEL", help="directory, repo id, 'demo' or 'demo-huginn'")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="sequences at a time")
-    parser.add_argument("--requests-per-stream", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64, help="of each output")
-    parser.add_argument("--seconds", type=float, default=60.0, help="no round begins after so many, for each --streams")
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 8], help="sequences at a time")
+    parser.add_argument("--requests-per-stream", type=positive, default=8)
+    parser.add_argument("--tokens", type=positive, default=64, help="of each output")
+    parser.add_argument(
+        "--seconds", type=seconds, default=60.0, help="no round begins after so many, for each --streams"
+    )
     add_config_arguments(parser, ENGINE_OPTIONS)
 
 

@@ -36,6 +36,7 @@ from depthbatch.benchmarks.record import Record, print_table, write_json
 from depthbatch.benchmarks.throughput import measure
 from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_LANE, ROW_POSITION, ROW_SLOT, Stage
 from depthbatch.common.messages import StageBatch
@@ -64,17 +65,19 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(step)
     sums = what.add_parser("all-reduce", help="what ranks pay to add up a layer's output", allow_abbrev=False)
     add_all_reduce_arguments(sums)
-    sums.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    sums.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
     sums.set_defaults(measure=run_all_reduce)
     drafts = what.add_parser("drafts", help="speculation beside none, with a real model", allow_abbrev=False)
     add_cpu_drafts_arguments(drafts)
-    drafts.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    drafts.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
     drafts.set_defaults(measure=run_cpu_drafts)
     for one, run, threads in ((engine, run_engine, None), (policies, run_policies, 1), (step, run_step, None)):
         one.add_argument(
             "--threads", type=int, default=threads, help=f"of a worker (default: {threads or 'torch decides'})"
         )
-        one.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+        one.add_argument(
+            "--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)"
+        )
         one.set_defaults(measure=run)
 
 

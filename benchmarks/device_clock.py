@@ -14,6 +14,7 @@ import numpy as np
 import zmq
 
 from depthbatch.benchmarks.record import write_json
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
@@ -105,7 +106,7 @@ def add_device_clock_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", metavar="PROFILE", help="device profile: a file, or the name of a shipped one")
     parser.add_argument("--stages", type=int, default=500)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
 
 
 def run_device_clock(args: argparse.Namespace) -> int:

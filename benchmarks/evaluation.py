@@ -19,6 +19,7 @@ import httpx
 from tqdm import tqdm
 
 from depthbatch.benchmarks.record import write_json
+from depthbatch.common.arguments import output_file
 from depthbatch.common.errors import ConfigError, DepthbatchError
 
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instruction", default="", help="text behind every question of reasoning-gym")
     parser.add_argument("--concurrency", type=int, default=16, help="requests at a time (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="of the questions of reasoning-gym")
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
     parser.add_argument("--figure", metavar="FILE.png", type=Path, help="draw scores against depth")
 
 

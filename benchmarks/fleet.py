@@ -22,6 +22,7 @@ from tqdm import tqdm
 from depthbatch.benchmarks.fleet_traffic import Traffic, TrafficOptions, make_traffic
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.trace import BLOCK_SIZE, blank_result
+from depthbatch.common.arguments import natural, output_file, positive, seconds
 from depthbatch.common.config import POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_POSITION, Stage
@@ -344,26 +345,30 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", default="h100-ouro-1.4b", help="device profile: a file, or the name of a shipped one"
     )
-    parser.add_argument("--replicas", type=int, default=10)
+    parser.add_argument("--replicas", type=positive, default=10)
     parser.add_argument(
         "--router", action="append", choices=ROUTERS, help="may be given several times (default: loops)"
     )
-    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--requests", type=positive, default=100_000)
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second, of all replicas together")
     parser.add_argument("--workload", default="alpaca", help="lengths: alpaca, sharegpt, arxiv")
     parser.add_argument(
         "--exits", default="0.2", help="thresholds of Ouro's exit distributions, by commas; a request draws one"
     )
     parser.add_argument(
-        "--prefixes", type=int, default=0, help="beginnings that prompts share, popular ones more often; 0 = none"
+        "--prefixes", type=natural, default=0, help="beginnings that prompts share, popular ones more often; 0 = none"
     )
-    parser.add_argument("--prefix-tokens", type=int, default=1024)
-    parser.add_argument("--w", type=int, default=64, help="W, rows of each replica")
+    parser.add_argument("--prefix-tokens", type=positive, default=1024)
+    parser.add_argument("--w", type=positive, default=64, help="W, rows of each replica")
     parser.add_argument("--policy", default="refill", choices=POLICIES)
-    parser.add_argument("--kv-blocks", type=int, default=None, help=f"of a replica (default: {DEFAULT_KV_GIB:g} GiB)")
-    parser.add_argument("--failures", type=int, default=0, help="replicas that die a third into the arrivals")
-    parser.add_argument("--detect-s", type=float, default=1.0, help="from a death to the resubmission of its requests")
-    parser.add_argument("--restart-s", type=float, default=60.0, help="from a death to the next life")
+    parser.add_argument(
+        "--kv-blocks", type=positive, default=None, help=f"of a replica (default: {DEFAULT_KV_GIB:g} GiB)"
+    )
+    parser.add_argument("--failures", type=natural, default=0, help="replicas that die a third into the arrivals")
+    parser.add_argument(
+        "--detect-s", type=seconds, default=1.0, help="from a death to the resubmission of its requests"
+    )
+    parser.add_argument("--restart-s", type=seconds, default=60.0, help="from a death to the next life")
     parser.add_argument("--no-resume", action="store_true", help="what a dead replica had begun begins anew")
     parser.add_argument(
         "--goal",
@@ -374,7 +379,9 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         help="find the fewest replicas whose p99 meet these",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", metavar="FILE", default=None, help="JSON goes here instead of stdout")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE", default=None, help="JSON goes here instead of stdout"
+    )
 
 
 def run_fleet(args: argparse.Namespace) -> int:

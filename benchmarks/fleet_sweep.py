@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from depthbatch.benchmarks.fleet import Fleet, Run, fewest_replicas, line, report
 from depthbatch.benchmarks.fleet_traffic import TrafficOptions, make_traffic
+from depthbatch.common.errors import ConfigError
 from depthbatch.worker.simulated import find_profile
 
 PROFILE = "h100-ouro-1.4b"
 MIXED = "0.1,1.0"  # half of the requests leave early, half never
 GOAL_TTFT_MS, GOAL_TPOT_MS = 500.0, 40.0  # p99
 ROWS_FILE = "fleet.jsonl"
+QUESTIONS = ("process", "router", "death", "prefix", "goal", "scale")
 BEGINNINGS = 200
 
 
@@ -78,7 +80,10 @@ def run_case(case: Case) -> dict[str, Any]:
 
 def sweep(directory: Path, todo: Iterable[Case], say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Runs what the directory's rows lack; all rows."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error.strerror}") from None
     path = directory / ROWS_FILE
     rows = read_rows(directory)
     done = {row["case"] for row in rows}
@@ -179,7 +184,7 @@ def draw(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
 def add_fleet_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench fleet-sweep``."""
     parser.add_argument("directory", metavar="DIR", type=Path)
-    parser.add_argument("--only", default=None, help="one of process, router, death, prefix, goal, scale")
+    parser.add_argument("--only", choices=QUESTIONS, help="one question")
 
 
 def run_fleet_sweep(args: argparse.Namespace) -> int:

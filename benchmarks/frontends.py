@@ -26,6 +26,7 @@ import msgspec
 
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.service_figures import processor_seconds, serving
+from depthbatch.common.arguments import output_file, positive
 from depthbatch.common.errors import EngineDeadError
 from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops
 
@@ -128,14 +129,14 @@ def measure_one(args: argparse.Namespace, frontends: int) -> dict[str, Any]:
 
 def add_frontends_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes, and options of the server."""
-    parser.add_argument("--frontends", type=int, nargs="+", default=[1, 2], help="numbers of frontends to measure")
-    parser.add_argument("--max-num-seqs", type=int, default=512, help="W, and streams at once")
-    parser.add_argument("--tokens", type=int, default=400, help="of each stream")
-    parser.add_argument("--r-max", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="on each server; the median counts")
-    parser.add_argument("--burst", type=int, default=64, help="connections that are opened without a pause")
+    parser.add_argument("--frontends", type=positive, nargs="+", default=[1, 2], help="numbers of frontends to measure")
+    parser.add_argument("--max-num-seqs", type=positive, default=512, help="W, and streams at once")
+    parser.add_argument("--tokens", type=positive, default=400, help="of each stream")
+    parser.add_argument("--r-max", type=positive, default=4)
+    parser.add_argument("--rounds", type=positive, default=3, help="on each server; the median counts")
+    parser.add_argument("--burst", type=positive, default=64, help="connections that are opened without a pause")
     parser.add_argument("--serve-option", action="append", default=[], metavar="--OPTION=VALUE", help="may be repeated")
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
 
 
 def run_frontends(args: argparse.Namespace) -> int:

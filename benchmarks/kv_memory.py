@@ -23,6 +23,7 @@ from depthbatch.benchmarks.plain_loop import Shape
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.simulate import run_policy
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.arguments import output_file, positive
 from depthbatch.common.config import EngineConfig
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.params import SamplingParams
@@ -41,12 +42,14 @@ def add_kv_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="WHAT", choices=WHAT, help=", ".join(WHAT))
     parser.add_argument("--device", default="cpu", help="of hits: cpu, or simulated:PROFILE")
     parser.add_argument("--profile", default="h100-ouro-1.4b", help="of misses: the device profile")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--prefix-tokens", type=int, default=2000, help="tokens that all prompts of hits begin with")
-    parser.add_argument("--output-tokens", type=int, default=20)
-    parser.add_argument("--w", type=int, default=32, help="W: most active sequences")
-    parser.add_argument("--rounds", type=int, default=12, help="of misses and copies")
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--requests", type=positive, default=200)
+    parser.add_argument(
+        "--prefix-tokens", type=positive, default=2000, help="tokens that all prompts of hits begin with"
+    )
+    parser.add_argument("--output-tokens", type=positive, default=20)
+    parser.add_argument("--w", type=positive, default=32, help="W: most active sequences")
+    parser.add_argument("--rounds", type=positive, default=12, help="of misses and copies")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
 
 
 def run_kv_memory(args: argparse.Namespace) -> int:

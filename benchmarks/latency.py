@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.record import write_json
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.kv_layout import KVLayout
@@ -81,8 +82,10 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="decode tokens a sequence")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each point; the median counts")
     parser.add_argument("--name", default=None, help="name of the profile (default: the model's)")
-    parser.add_argument("--profile-output", metavar="FILE.json", help="where the device profile goes")
-    parser.add_argument("--output", metavar="FILE.json", help="where the measurements go (default: stdout)")
+    parser.add_argument("--profile-output", type=output_file, metavar="FILE.json", help="where the device profile goes")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE.json", help="where the measurements go (default: stdout)"
+    )
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in _SET_HERE])
 
 

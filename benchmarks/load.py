@@ -26,6 +26,7 @@ from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.arguments import output_file
 from depthbatch.common.errors import ConfigError
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -153,7 +154,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--percentiles", type=float, nargs="+", default=[99.0])
     parser.add_argument("--extra-body", type=json.loads, default={}, help="JSON map of further request fields (http)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from depthbatch.benchmarks.record import write_json
+from depthbatch.common.arguments import output_file, positive
 from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.text_files import read_text
@@ -24,10 +25,12 @@ def add_perplexity_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the text, and what is compared."""
     parser.add_argument("model", metavar="MODEL", help="directory or repo id")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="what is to be foreseen")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a piece (default 512)")
-    parser.add_argument("--pieces", type=int, default=16, help="how many, from the begin of the text (default 16)")
-    parser.add_argument("--loops", type=int, nargs="+", default=None, help="numbers of loops (default: the model's)")
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--length", type=positive, default=512, help="tokens of a piece (default 512)")
+    parser.add_argument("--pieces", type=positive, default=16, help="how many, from the begin of the text (default 16)")
+    parser.add_argument(
+        "--loops", type=positive, nargs="+", default=None, help="numbers of loops (default: the model's)"
+    )
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in ("model", "max_loops")])
 
 

@@ -18,6 +18,7 @@ import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.workload import Workload
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import (
     FIELD_NAMES,
     MAX_DRAFT_LANES,
@@ -36,7 +37,7 @@ def add_record_exits_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, workload file, gate."""
     parser.add_argument("model", metavar="MODEL", help="directory, repo id or 'demo'")
     parser.add_argument("workload", metavar="WORKLOAD.json", help="read, and written back with exit_depths")
-    parser.add_argument("--output", metavar="FILE.json", default=None, help="write here instead")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", default=None, help="write here instead")
     parser.add_argument("--drafts", action="store_true", help="also write known_depths: one run more a draft depth")
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in ("model", "speculation", "draft_depth")])
 

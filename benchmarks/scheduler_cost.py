@@ -17,6 +17,7 @@ import numpy as np
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.trace import blank_result, virtual_engine
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import ASYNC_MODES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
@@ -117,7 +118,7 @@ def add_scheduler_cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Length and mode."""
     parser.add_argument("--core-steps", type=int, default=2000, help="measured, after 100 more")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead")
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
 
 
 def run_scheduler_cost(args: argparse.Namespace) -> int:

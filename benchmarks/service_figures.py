@@ -31,6 +31,7 @@ from depthbatch.benchmarks.load import RequestTimes, send_all
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.arguments import output_file
 from depthbatch.common.errors import EngineDeadError
 
 START_S = 120.0
@@ -265,7 +266,7 @@ def add_service_figures_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overload-s", type=float, default=15.0)
     parser.add_argument("--max-num-seqs", type=int, default=64, help="W of the server")
     parser.add_argument("--serve-option", action="append", default=[], metavar="--OPTION=VALUE", help="may be repeated")
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

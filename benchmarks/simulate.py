@@ -35,6 +35,7 @@ from depthbatch.benchmarks.trace import (
 )
 from depthbatch.benchmarks.virtual_drafts import VirtualDrafts, parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import MOVE_FIELDS, ROW_POSITION, Stage
@@ -69,7 +70,9 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the drafts that are right, or a JSON map of draft depth to share (default: the workload's)",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", metavar="FILE", default=None, help="JSON goes here instead of stdout")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE", default=None, help="JSON goes here instead of stdout"
+    )
 
 
 def run_simulate(args: argparse.Namespace) -> int:

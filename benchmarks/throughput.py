@@ -17,6 +17,7 @@ from depthbatch.benchmarks.record import COLUMNS, Record, Setting, make_record, 
 from depthbatch.benchmarks.sources import add_workload_arguments, describe_exits, workload_from_arguments
 from depthbatch.benchmarks.trace import PolicyChoice, add_scheduling_arguments, scheduling_options
 from depthbatch.benchmarks.workload import Workload
+from depthbatch.common.arguments import output_file
 from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.messages import EngineInfo
@@ -48,7 +49,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
         dest="policies",  # config_from_sources would read "policy"
         help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill, which has no drafts, refill and auto)",
     )
-    parser.add_argument("--output", metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
     parser.add_argument(
         "--acceptance", dest="draft_acceptance", default=argparse.SUPPRESS, help="as --draft-acceptance, for short"
     )

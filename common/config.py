@@ -223,7 +223,7 @@ class EngineConfig(Options, frozen=True):
         option("when KV blocks run out: a victim is computed again, or copied to host memory and back", PREEMPTION),
     ] = "recompute"
     swap_space: Annotated[
-        Annotated[float, Meta(gt=0.0)] | None,
+        Annotated[float, Meta(ge=0.001, le=1048576.0)] | None,
         option("GiB of host memory for the K/V of preempted sequences (default with preemption offload: 4)"),
     ] = None
     prefix_caching: Annotated[

@@ -75,6 +75,10 @@ def read_rows(path: Path, encode: Encode, vocab_size: int, length: int, most_tok
         whole = _read_jsonl(path, text.splitlines(), encode, vocab_size)
     else:
         ids = encode(text)
+        if ids and max(ids) >= vocab_size:
+            raise ConfigError(
+                f"the data file {path} has token {max(ids)}, the model only {vocab_size}: its tokenizer is another's"
+            )
         whole = [TokenRow(ids, list(range(len(ids))))]
     rows, counted = [], 0
     for row in whole:

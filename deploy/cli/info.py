@@ -43,6 +43,7 @@ def run_info(args: argparse.Namespace) -> int:
     options = config.quantization, device
     spec, share = (read_spec(*asked, n, *options, gate_weights=config.gate_weights) for n in (1, ranks))
     size = weight_bytes(*asked, 1, *options)
+    counts = (1,) if config.quantization else rank_counts(open_model_dir(config.model, config.load_format))
     kind = f", {spec.quantization} layers" if spec.quantization else ""
     layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
     limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""
@@ -58,7 +59,7 @@ def run_info(args: argparse.Namespace) -> int:
         ("dtype", str(spec.dtype).removeprefix("torch.")),
         ("weights", f"{size / MIB:.1f} MiB{kind}"),
         ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
-        ("tensor parallel", spelt(rank_counts(open_model_dir(config.model, config.load_format)))),
+        ("tensor parallel", spelt(counts)),
     ]
     lines = [f"{name:<17}{value}" for name, value in rows]
     lines.append(

@@ -13,6 +13,7 @@ import torch
 
 from depthbatch.benchmarks import accuracy
 from depthbatch.benchmarks.questions import heldout_questions
+from depthbatch.common.arguments import positive
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import DEMO_DIR, resolve_model_dir
@@ -27,17 +28,6 @@ from depthbatch.worker.models.loader import read_spec
 # Held-out exact match after so many: demo 99.6 % at full depth; demo-huginn 99.9 % at any depth from 4 loops up.
 STEPS = {"demo": 3500, "demo-huginn": 5000}
 BATCH_SIZES = {"demo": 80, "demo-huginn": 64}
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1 from the command line."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
 
 
 def add_train_demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +91,7 @@ def run_train_gate(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     directory = resolve_model_dir(args.model)
     output = args.output or directory / f"{args.kind}_gate.safetensors"
-    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+    if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ConfigError(f"cannot write {output}")
     if args.data is None and directory.parent != DEMO_DIR:
         raise ConfigError("--data is needed: a text or .jsonl file like what the model will serve")

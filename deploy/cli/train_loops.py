@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from depthbatch.common.arguments import positive
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.deploy.cli.train import encoder, positive
+from depthbatch.deploy.cli.train import encoder
 from depthbatch.training.checkpoints import load_retrofitted
 from depthbatch.training.corpus import read_rows
 from depthbatch.training.retrofitted import RetrofittedTrainer
@@ -46,7 +47,7 @@ def add_train_loops_arguments(parser: argparse.ArgumentParser) -> None:
 def run_train_loops(args: argparse.Namespace) -> int:
     """Raises ModelError for a model that is none of these, ConfigError for bad text, options or an output that is there."""
     torch.set_num_threads(args.threads)
-    if args.output.exists() and any(args.output.iterdir()):
+    if args.output.is_dir() and any(args.output.iterdir()):
         raise ConfigError(f"{args.output} is not empty")
     if args.rank < 0 or not 0 < args.rate < 1:
         raise ConfigError("--rank must be 0 or more, --rate between 0 and 1")
@@ -57,6 +58,10 @@ def run_train_loops(args: argparse.Namespace) -> int:
     rows = read_rows(args.text, encoder(source), model.plan.vocab, args.length + 1, args.max_tokens)
     train, heldout = split_rows([row.ids for row in rows], args.length)
     heldout = heldout[: args.heldout_rows]
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.output}: {error.strerror}") from None
     before = measure(model, heldout, args.loops)
     run = Healing(args.loops, args.steps, args.batch_size, args.rate, args.rank, args.seed)
     losses = list(heal(model, train, run))
@@ -96,7 +101,6 @@ def table(before: Depths, after: Depths) -> str:
 
 def _write_model(model: RetrofittedTrainer, dtype: torch.dtype, source: Path, target: Path, loops: int) -> None:
     """The directory anew, with the weights in the type they had and ``loops`` as the model's own number."""
-    target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt") and not path.name.endswith("index.json"):
             shutil.copyfile(path, target / path.name)

@@ -210,6 +210,8 @@ def test_other_schemes_are_refused_by_field(
         ("W8A8", "_scale", None, "expected floats"),
         ("W8A16", "_packed", torch.zeros(64, 3, dtype=torch.int32), r"expected int32 \[\d+, \d+\]"),
         ("W8A16", "_shape", None, "_shape' is missing"),
+        ("W8A16", "_shape", torch.tensor(5), r"torch\.int64 \[\], expected int \[2\]"),  # these two were a TypeError
+        ("W8A16", "_shape", torch.tensor([64.0, 64.0]), r"torch\.float32 \[2\], expected int \[2\]"),
     ],
 )
 def test_broken_files_are_one_line(

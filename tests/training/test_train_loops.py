@@ -12,6 +12,7 @@ from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.deploy.cli.train_loops import add_train_loops_arguments, run_train_loops
 from depthbatch.training.checkpoints import load_retrofitted
+from depthbatch.training.corpus import read_rows
 from depthbatch.training.train_loops import Healing, heal, losses, measure, split_rows
 from depthbatch.worker.models.convert import convert
 from depthbatch.worker.models.loader import load_model, read_spec
@@ -127,6 +128,8 @@ def test_the_command_writes_a_model_that_the_engine_runs(
 
 
 def test_what_cannot_be_trained_is_named(looped: Path, tmp_path: Path, ouro_directory: Path) -> None:
+    """Bugs: an output that could not be made was found out after the training, which was lost; text whose tokens the model does
+    not have was an IndexError."""
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"token_ids": list(range(30))}) + "\n")
     out = str(tmp_path / "out")
@@ -140,3 +143,18 @@ def test_what_cannot_be_trained_is_named(looped: Path, tmp_path: Path, ouro_dire
         run([str(looped), str(tmp_path), "--text", str(text)])
     with pytest.raises(ConfigError, match="--rank"):
         run([str(looped), out, "--text", str(text), "--rank", "-1"])
+    for taken in ("/proc/out", str(text)):
+        with pytest.raises(ConfigError, match=f"cannot write {taken}"):
+            run([str(looped), taken, "--text", _rows_of(tmp_path), "--length", "16"])
+
+
+def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abc")
+    with pytest.raises(ConfigError, match="has token 99, the model only 96"):
+        read_rows(text, lambda words: [ord(letter) for letter in words], 96, 16, 100)
+
+
+def _rows_of(directory: Path) -> str:
+    (path := directory / "rows.jsonl").write_text(f"{json.dumps({'token_ids': list(range(30))})}\n" * 4)
+    return str(path)

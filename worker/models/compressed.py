@@ -96,7 +96,10 @@ class CompressedCheckpoint(Checkpoint):
         """Shape of the tensor that the bytes stand for."""
         if name + PACKED not in self._files:
             return super().shape(name)
-        return tuple(self._raw(name + SHAPE).tolist())
+        stored = self._raw(name + SHAPE)
+        if stored.is_floating_point() or tuple(stored.shape) != (2,):
+            raise self._misfit(name + SHAPE, stored, "int", (2,))
+        return tuple(stored.tolist())
 
     def tensor(self, name: str, split: Split | None = None, parallel: TensorParallel = ONE_RANK) -> torch.Tensor:
         """A tensor on the CPU; of bytes and scales their product in fp32."""
