@@ -77,10 +77,10 @@ class Option(NamedTuple):
         """Type, choices and range of one value; raises ConfigError naming ``source`` and the value."""
         if _is_a(value, self.hint):
             return
-        if not _is_a(value, self.kind):
-            raise ConfigError(f"{source} must be {self.kind.__name__}, not {value!r}")
         if self.choices is not None:
             raise ConfigError(f"{source} must be one of {', '.join(self.choices)}, not {value!r}")
+        if not _is_a(value, self.kind):
+            raise ConfigError(f"{source} must be {self.kind.__name__}, not {value!r}")
         bounds = f"at least {self.low}" if self.high is None else f"between {self.low} and {self.high}"
         raise ConfigError(f"{source} must be {bounds}, not {value!r}")
 

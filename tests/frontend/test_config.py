@@ -120,6 +120,7 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
         ({"device": "tpu"}, ("device", "tpu")),
         ({"gate": "fixed"}, ("gate", "fixed")),
         ({"min_loops": 4, "max_loops": 2}, ("min_loops 4", "max_loops 2")),
+        ({"prefix_caching": True}, ("prefix_caching must be one of off, on, generated", "True")),
         ({"min_free_slots": 9, "max_num_seqs": 8}, ("min_free_slots 9", "max_num_seqs 8")),
         ({"min_coda_batch": 9}, ("min_coda_batch 9", "policy refill", "auto")),
         ({"policy": "refill", "min_coda_batch": 9, "max_num_seqs": 8}, ("min_coda_batch 9", "max_num_seqs 8")),
