@@ -82,7 +82,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
     config = config_from_sources(args, model=args.model)
     if config.policy == "cb":
         raise ConfigError("policy cb runs every token at full depth: there is no depth to measure accuracy against")
-    _check_outputs(args.output, args.figures)
+    _check_figures(args.figures)
     report = measure(config, questions, args.quick, args.chat)
     drawn = {"task_seed": args.task_seed} if args.questions is None else {"questions": args.questions.name}
     report = {"model": Path(config.model).name, "examples": len(questions)} | drawn | report
@@ -108,10 +108,8 @@ def _questions(args: argparse.Namespace) -> list[Question]:
     return read_questions(args.questions, args.match, args.answer_tokens)[: args.examples]
 
 
-def _check_outputs(output: str | None, figures: Path | None) -> None:
+def _check_figures(figures: Path | None) -> None:
     """What would fail at the end of a long run fails at its start."""
-    if output is not None and not Path(output).resolve().parent.is_dir():
-        raise ConfigError(f"--output {output}: no such directory")
     if figures is not None:
         from depthbatch.benchmarks.figures import import_pyplot
 

@@ -183,7 +183,6 @@ def arguments(*options: str) -> argparse.Namespace:
     [
         (["--policy", "cb"], "policy cb"),
         (["--examples", "0"], "--examples"),
-        (["--output", "/nowhere/at/all.json"], "--output"),
         (["--questions", "/nowhere/at/all.jsonl"], "--questions /nowhere/at/all.jsonl"),
         (["--match", "last-number"], "--match and --answer-tokens need --questions"),
         (["--questions", "q.jsonl", "--match", "last-number"], "--answer-tokens must say"),

@@ -21,6 +21,8 @@ BENCH = {  # words -> what the line says
     "bench fleet --output /nope/x": "cannot write /nope/x",
     "bench kv-memory copies --output /": "cannot write /",
     "bench throughput --output /nope/x": "cannot write /nope/x",
+    "bench accuracy demo --output /nope/x.json": "cannot write /nope/x.json",
+    "bench eval http://x --output /nope/x.json": "cannot write /nope/x.json",
     "bench fleet-sweep x --only nope": "invalid choice: 'nope'",
     "generate demo --preemption offload --swap-space inf": "must be between 0.001 and 1048576.0, not inf",
     "generate demo --preemption offload --swap-space 0": "must be between 0.001 and 1048576.0, not 0.0",
