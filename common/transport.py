@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from depthbatch.common.endpoints import MAX_IPC_PATH_BYTES
 from depthbatch.common.errors import ConfigError, DecodeError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import Message, MessageDecoder, encode
@@ -29,7 +30,6 @@ SCHEDULER_ENDPOINT = "scheduler"
 WORKER_ENDPOINT = "worker"
 API_ENDPOINT = "api"
 
-MAX_IPC_PATH_BYTES = 107  # sun_path of a UNIX socket, without its final NUL
 MAX_MESSAGE_BYTES = 256 << 20
 LINGER_MS = 500  # how long a closing socket may still deliver its last message (a Fatal, the last tokens)
 

@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from depthbatch.common.endpoints import is_ipv6
 from depthbatch.common.errors import DecodeError, DepthbatchError, OverloadedError, RequestError
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import FinishReason
@@ -144,7 +145,7 @@ class ZmqApi:
         if self.address.startswith("tcp://"):
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-            socket.setsockopt(zmq.IPV6, int("[" in self.address))
+            socket.setsockopt(zmq.IPV6, int(is_ipv6(self.address)))
         if self._keys is not None:
             self._authenticator = self._keys.secure(self._context, socket)
 

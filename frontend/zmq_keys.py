@@ -10,9 +10,10 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from depthbatch.common.endpoints import check_endpoint
 from depthbatch.common.errors import ConfigError
 
-LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d+|\*)")
+LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):\d+")
 PRIVATE_UMASK = 0o077
 
 
@@ -62,8 +63,10 @@ def load_secret(path: str | Path) -> tuple[bytes, bytes]:
 
 def check_address(address: str, with_keys: bool) -> None:
     """Raises ConfigError unless the native API may be bound there."""
-    if not re.fullmatch(r"tcp://[^\s/]+:(\d+|\*)", address):
-        raise ConfigError(f"zmq_bind must be tcp://ADDRESS:PORT, not {address!r}")
+    try:
+        check_endpoint(address, bind=True, schemes=("tcp",))
+    except ValueError as error:
+        raise ConfigError(f"zmq_bind {error}") from None
     if not with_keys and not LOOPBACK.fullmatch(address):
         raise ConfigError(f"zmq_bind {address} reaches other machines: it needs zmq_server_key and zmq_client_keys")
 

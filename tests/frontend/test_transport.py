@@ -14,6 +14,7 @@ import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from depthbatch.common.endpoints import check_endpoint
 from depthbatch.common.errors import ConfigError, DecodeError
 from depthbatch.common.messages import (
     WIRE_VERSION,
@@ -220,3 +221,70 @@ def test_too_long_path_is_refused(tmp_path: Path) -> None:
     """The kernel would cut it at 107 bytes, or ZeroMQ fail with an error that does not say why."""
     with pytest.raises(ConfigError, match="107 bytes"):
         RunDir(tmp_path / ("x" * 100))
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        *[
+            (f"tcp://127.0.0.1{port}", "with a port from 1 to 65535, not 'tcp://127.0.0.1")
+            for port in (
+                "",
+                ":",
+                ":0",
+                ":*",
+                ":-1",
+                ":65536",
+                ":70000",
+                ":+5",
+                ": 5",
+                ":5 ",
+                ":5/x",
+                ":05",
+                ":١٢",
+                ":5\n",
+            )
+        ],
+        ("tcp://::1:5555", "65535 and an IPv6 address in brackets, not 'tcp://::1:5555'"),
+        ("tcp://[::1]", "with a port from 1 to 65535"),
+        ("tcp://[::g]:5555", r"'\[::g\]' is no address and no name"),
+        ("tcp://[127.0.0.1]:5555", "no address and no name"),
+        ("tcp://300.1.1.1:5555", "'300.1.1.1' is no address and no name"),
+        ("tcp://127.1:5555", "no address and no name"),
+        ("tcp://:5555", "'' is no address and no name"),
+        ("tcp://a b:5555", "no address and no name"),
+        ("tcp://user@host:5555", "no address and no name"),
+        ("tcp://lo;127.0.0.1:5555", "with a port"),
+        (f"tcp://{'a' * 1000}:5555", "'aaa[a]*' is no address"),
+        ("udp://127.0.0.1:5555", "must begin with tcp:// or ipc://, not 'udp://127.0.0.1:5555'"),
+        ("TCP://127.0.0.1:5555", "must begin with"),
+        ("127.0.0.1:5555", "must begin with"),
+        ("", "must begin with tcp:// or ipc://, not ''"),
+        ("ipc://", "must be ipc://PATH"),
+        ("ipc://*", "must be ipc://PATH"),
+        ("ipc:///a\0b", "must be ipc://PATH"),
+        ("ipc:///\ud800", "must be ipc://PATH"),
+        ("ipc:///" + "ä" * 54, "has a path of 109 bytes, more than 107"),
+    ],
+)
+def test_an_address_that_opens_something_else_is_refused(address: str, words: str) -> None:
+    """Bug: port 70000 was taken for 4464, -1 for 65535 and "5 5" for 5, in silence; what else cannot be opened was an error
+    of ZeroMQ after the model had been loaded, or none."""
+    for bind in (True, False):
+        with pytest.raises(ValueError, match=words) as found:
+            check_endpoint(address, bind)
+        assert len(str(found.value)) < 250 and str(found.value).isprintable()
+
+
+def test_addresses_that_can_be_had() -> None:
+    """The check refuses none of these, which is all that it is for; only to connect, a host has to be named."""
+    for address in ("tcp://127.0.0.1:5555", "tcp://[::1]:1", "tcp://[fe80::1%lo]:65535", "tcp://localhost:5555"):
+        for bind in (True, False):
+            check_endpoint(address, bind)
+    for address in ("tcp://some-host.example_1.org:5555", "ipc://x", "ipc:///" + "a" * 106, "ipc://@abstract"):
+        check_endpoint(address, False)
+    check_endpoint("tcp://*:5557", True)
+    with pytest.raises(ValueError, match=r"must name a host to connect to, not 'tcp://\*:5557'"):
+        check_endpoint("tcp://*:5557", False)
+    with pytest.raises(ValueError, match="must begin with tcp://, not 'ipc://x'"):
+        check_endpoint("ipc://x", True, ("tcp",))
