@@ -143,7 +143,7 @@ class Admission:
         """Slot and blocks go back."""
         if self.chains is not None:
             self.chains.end(request.slot)
-        if self.prefixes is not None:
+        if self.prefixes is not None and self.partial is not request:
             self.prefixes.publish_output(request, self.rows.table[request.slot])
         self.blocks.give(self.rows.release(request.slot))
         self.slots.give(request.slot)

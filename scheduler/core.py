@@ -126,8 +126,8 @@ class Scheduler:
     def recover(self) -> None:
         """The worker is gone: everything in flight is lost, every request it worked on waits to be rebuilt, but for one
         that is found to have killed it."""
-        self.admission.forget_memory()
         self._requests.lose_worker(self._in_flight)
+        self.admission.forget_memory()  # and with it what those that have left their slots published
         self._in_flight.clear()
         self._check_when_idle()
 

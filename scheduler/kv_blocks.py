@@ -15,7 +15,7 @@ not of prefill's full depth, so that answers may differ from those of a prompt t
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -226,24 +226,25 @@ class PrefixCache:
 
     def publish(self, request: Request, start: int, table: Int32Array) -> None:
         """A prefill that runs the request's tokens from ``start`` has been put together; ``table``: its slot's blocks."""
-        first, end = start // self._block_size, min(request.computed, request.prompt.size) // self._block_size
-        keys = self._keys(request)
-        new = self.pool.publish(keys[first:end], table[first:end].tolist())
-        if self.pool.events is not None:
-            self.pool.events.stored(keys, request.prompt, self._salt(request), [first + number for number in new])
+        end = min(request.computed, request.prompt.size) // self._block_size
+        if end > start // self._block_size:
+            self._publish(request, self._keys(request)[:end], request.prompt, table)
 
     def publish_output(self, request: Request, table: Int32Array) -> None:
         """A request leaves its slot: by option, the blocks that its output fills. The K/V of its last known token, and of
         those that are not known yet, may be incomplete."""
         if not self._generated or not (self._fills or request.params.max_loops == self._r_max):
             return
-        first, tokens = request.prompt.size // self._block_size, request.num_tokens - 1
-        if tokens // self._block_size > first:
+        if (request.num_tokens - 1) // self._block_size > request.prompt.size // self._block_size:
             known = np.concatenate([request.prompt, np.asarray(request.output[:-1], np.int32)])
-            keys = prefix_keys(known, self._block_size, self._salt(request))
-            new = self.pool.publish(keys[first:], table[first : len(keys)].tolist())
-            if self.pool.events is not None:
-                self.pool.events.stored(keys, known, self._salt(request), [first + number for number in new])
+            self._publish(request, prefix_keys(known, self._block_size, self._salt(request)), known, table)
+
+    def _publish(self, request: Request, keys: Sequence[Key], known: Int32Array, table: Int32Array) -> None:
+        """The first blocks of a slot's ``table`` hold the prefixes with these keys. All of them are published, for one that
+        another sequence had cached may have been evicted since, without which those behind it are not found."""
+        new = self.pool.publish(keys, table[: len(keys)].tolist())
+        if self.pool.events is not None:
+            self.pool.events.stored(keys, known, self._salt(request), new)
 
     def _keys(self, request: Request) -> tuple[Key, ...]:
         if request.prefix_keys is None:

@@ -97,9 +97,10 @@ class Lifecycle:
         """Slot and blocks are needed by others; it waits to be rebuilt, or for its K/V to come back from the host.
         ``may_offload``: what has been dispatched of it is to be kept."""
         self._counters.preemptions += 1
-        if may_offload and self._admission.offload is not None:
-            self._admission.offload.take_out(request, self._admission.rows)
-        self._admission.release(request)
+        admission = self._admission
+        if may_offload and admission.offload is not None and admission.partial is not request:
+            admission.offload.take_out(request, admission.rows)
+        admission.release(request)
         self._wait_again(request)
         if request.pending:
             self._unsettled[request.request_id] = request

@@ -24,7 +24,9 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import prefix_keys
 from depthbatch.scheduler.kv_events import END, AllBlocksCleared, BlockRemoved, BlockStored, KvEvents, block_hash
 from fakes.paged_lockstep import Lockstep
+from fakes.paged_model import plain_decode
 from fakes.scheduler_process import OPTIONS, Engine, FakeWorker, engine_info
+from fakes.strategies import prompt_of
 
 SIZE = 4
 CONFIG = SchedulerConfig(
@@ -45,9 +47,9 @@ CONFIG = SchedulerConfig(
 )
 
 
-def request(number: int, prompt: list[int], seed: int) -> Submit:
+def request(number: int, prompt: list[int], seed: int, **params: object) -> Submit:
     data = np.asarray(prompt, np.int32).tobytes()
-    return Submit(number, data, RequestParams(max_tokens=3, max_loops=2, seed=seed))
+    return Submit(number, data, RequestParams(max_tokens=7, max_loops=2, seed=seed, **params))  # type: ignore[arg-type]
 
 
 class Router:
@@ -73,22 +75,34 @@ class Router:
                     self.prefixes.clear()
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**32), st.booleans())
-def test_a_router_that_listens_knows_what_is_cached(seed: int, seeded: bool) -> None:
-    """Prompts that begin alike, more of them than the cache holds, aborts, lost workers: after every step the blocks that the
-    events leave are those of the pool, parents are told before their children, and each block's tokens hash to its name."""
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    seeded=st.booleans(),
+    generated=st.booleans(),
+    preemption=st.sampled_from(["recompute", "offload"]),
+    drafts=st.sampled_from([0, 0, 2]),
+)
+def test_a_router_that_listens_knows_what_is_cached(
+    seed: int, seeded: bool, generated: bool, preemption: str, drafts: int
+) -> None:
+    """Prompts that begin alike, further turns of conversations, more of them than the cache holds, aborts, sequences that
+    lose their slots, lost workers: after every step the blocks that the events leave are those of the pool, parents are told
+    before their children, and each block's tokens hash to its name. What is found there gives the plain loop's tokens."""
     rng = random.Random(seed)
-    config = replace(CONFIG, seeded_state=seeded)
-    harness, router = Lockstep(config), Router()
+    config = replace(CONFIG, seeded_state=seeded, generated_prefixes=generated, preemption=preemption)
+    config = replace(config, host_blocks=8 if preemption == "offload" else 0, max_num_seqs=3, buckets=(9,))
+    harness, router = Lockstep(replace(config, draft_lanes=drafts), acceptance=0.5), Router()
     for number in range(12):
-        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 24))]
-        harness.submit(request(number, prompt, seed=rng.randrange(2)))
-        for _ in range(rng.randrange(12)):
-            if not rng.randrange(12):
+        whole = {} if rng.randrange(4) else {"presence_penalty": 0.5}
+        harness.submit(request(number, next_prompt(rng, harness), rng.randrange(2), **whole))
+        for _ in range(rng.randrange(24)):
+            if not rng.randrange(24):
                 harness.lose_worker()
-            elif not rng.randrange(12):
+            elif not rng.randrange(24):
                 harness.abort(rng.randrange(number + 1))
+            elif not rng.randrange(12):
+                preempt_any(rng, harness)
             elif harness.dispatch() is None:
                 harness.complete()
             router.hear(harness.scheduler.drain_kv_events())
@@ -99,6 +113,28 @@ def test_a_router_that_listens_knows_what_is_cached(seed: int, seeded: bool) -> 
         salts = [n.to_bytes(8, "little") for n in range(2)] if seeded else [b""]
         keys = [prefix_keys(np.array(tokens, np.int32), SIZE, salt)[-1] for salt in salts]
         assert name in map(block_hash, keys)
+    for number, answer in harness.answers.items():
+        submit = harness.submits[number]
+        expected = plain_decode(prompt_of(submit), submit.params, config)
+        assert answer.tokens == expected.tokens[: len(answer.tokens)]
+
+
+def next_prompt(rng: random.Random, harness: Lockstep) -> list[int]:
+    """A new one, or a further turn of what has been answered."""
+    spoken = [number for number, answer in harness.answers.items() if len(answer.tokens) > 1]
+    if not spoken or rng.randrange(2):
+        return [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
+    number = rng.choice(spoken)
+    turn = [*prompt_of(harness.submits[number]), *harness.answers[number].tokens, rng.randrange(2)]
+    return turn[:24]
+
+
+def preempt_any(rng: random.Random, harness: Lockstep) -> None:
+    """A sequence loses its slot, whatever it is doing."""
+    scheduler = harness.scheduler
+    active = [each for each in scheduler.admission.rows.request if each is not None]
+    if active:
+        scheduler._requests.preempt(rng.choice(active), may_offload=True)
 
 
 def test_seeded_states_are_named_beside_the_tokens() -> None:

@@ -16,6 +16,7 @@ from depthbatch.scheduler.offload import MoveCosts
 from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.validation import make_request
 from fakes.paged_lockstep import Lockstep
+from fakes.paged_model import plain_decode
 
 CONFIG = SchedulerConfig(
     policy="refill",
@@ -94,6 +95,27 @@ def test_an_abort_gives_the_hosts_blocks_back() -> None:
     harness.abort(out)
     assert host.free == host.total
     harness.run()
+
+
+@pytest.mark.parametrize("layout", [KVLayout.SINGLE, KVLayout.LAST_EXITED])
+def test_who_is_preempted_in_the_middle_of_its_rebuild_is_computed_again(layout: KVLayout) -> None:
+    """Bug: a sequence whose prefill had run in part only was copied to the host as if its K/V were whole, and went on with
+    them. It loses its worker, is prefilled again in chunks of 4, and loses its slot after the first."""
+    harness = Lockstep(replace(CONFIG, kv_layout=layout, max_num_batched_tokens=4))
+    harness.submit(submit(1, 10, 12))
+    while len(harness.answers[1].tokens) < 8:
+        harness.dispatch()
+        harness.complete()
+    harness.lose_worker()
+    harness.dispatch()
+    scheduler = harness.scheduler
+    partial = scheduler.admission.partial
+    assert partial is not None and partial.output
+    scheduler._requests.preempt(partial, may_offload=True)
+    assert partial.host_blocks is None
+    harness.run()
+    expected = plain_decode(list(range(10)), harness.submits[1].params, harness.config)
+    assert harness.answers[1].tokens == expected.tokens and harness.worker.rebuilt == 1
 
 
 # --- the choice

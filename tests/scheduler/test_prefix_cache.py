@@ -16,6 +16,7 @@ from depthbatch.common.messages import EngineInfo, RequestParams, Submit
 from depthbatch.common.stats import PrefixCacheStats
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import PrefixCachingPool, prefix_keys
+from depthbatch.scheduler.kv_events import block_hash
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
 from fakes.strategies import prompt_of
@@ -280,6 +281,95 @@ def test_outputs_with_holes_are_not_shared(layout: KVLayout, gate: Gate, found: 
     harness.submit(request(1, [*range(10), *harness.answers[0].tokens, 7, 8]))
     harness.run()
     assert cached(harness) == [0, found]
+
+
+GENERATED = replace(CHAT, generated_prefixes=True)
+
+
+def until_tokens(harness: Lockstep, request_id: int, count: int) -> None:
+    """Runs until the request has so many tokens."""
+    while len(harness.answers[request_id].tokens) < count:
+        harness.dispatch()
+        harness.complete()
+
+
+def next_turn(harness: Lockstep, first: Submit) -> int:
+    """Goes on with a conversation after its first turn; tokens of it that were cached. Its answer is the plain loop's, and
+    the fake worker raises where a cached block holds nothing."""
+    turn = request(99, [*prompt_of(first), *harness.answers[first.request_id].tokens, 7, 8])
+    assert harness.submit(turn)
+    harness.run()
+    assert harness.answers[99].tokens == plain_decode(prompt_of(turn), turn.params, harness.config).tokens
+    return harness.answers[99].cached_tokens
+
+
+@pytest.mark.parametrize(("aborted", "found"), [(True, 0), (False, 16)])
+def test_a_dead_workers_outputs_are_not_in_the_cache(aborted: bool, found: int) -> None:
+    """Bug: with generated prefixes a lost worker's sequences gave back their slots after the cache had been cleared, and so
+    published output that was in the dead worker's memory. A next turn then read blocks that hold nothing."""
+    harness, first = Lockstep(GENERATED), request(0, list(range(10)), max_tokens=9)
+    harness.submit(first)
+    until_tokens(harness, 0, 7)
+    harness.lose_worker()
+    if aborted:
+        harness.abort(0)
+    harness.run()
+    assert next_turn(harness, first) == found
+
+
+def test_who_is_aborted_in_the_middle_of_its_rebuild_leaves_what_was_rebuilt() -> None:
+    """Bug: a request that was aborted while its prompt and output were being prefilled again published all of them, although
+    only the first chunk had run. Of that the prompt's full block is cached, and no more."""
+    harness, first = Lockstep(replace(GENERATED, max_num_batched_tokens=6)), request(0, list(range(10)), max_tokens=9)
+    harness.submit(first)
+    until_tokens(harness, 0, 7)
+    harness.lose_worker()
+    harness.dispatch()
+    assert harness.scheduler.admission.partial is not None
+    harness.abort(0)
+    harness.run()
+    assert next_turn(harness, first) == 4
+
+
+def test_outputs_are_found_though_a_prefix_of_theirs_was_evicted_meanwhile() -> None:
+    """Bug: output was cached without the prompt before it. A prompt of two full blocks that is cached runs its second one
+    again, for its last token must run; the cached one is evicted while it decodes. Its output was then in the cache behind a
+    block that was not, so that nobody found it, and routers were told of a block whose parent they did not know."""
+    harness, first = Lockstep(replace(GENERATED, kv_events=True)), request(1, list(range(8)), max_tokens=9)
+    harness.submit(request(0, list(range(8)), max_tokens=1))
+    harness.run()
+    harness.submit(first)
+    until_tokens(harness, 1, 2)
+    pool = harness.scheduler.admission.blocks
+    pool.give(pool.take(pool.free))  # others have needed all there is
+    harness.scheduler.drain_kv_events()
+    harness.run()
+    [stored] = harness.scheduler.drain_kv_events()
+    keys = prefix_keys(tokens(*range(8), *harness.answers[1].tokens), SIZE)
+    assert stored.block_hashes == tuple(map(block_hash, keys[1:3]))
+    assert stored.parent_block_hash == block_hash(keys[0])
+    assert next_turn(harness, first) == 12
+
+
+def test_a_prompt_that_runs_whole_is_found_though_its_beginning_was_evicted_meanwhile() -> None:
+    """Bug: the same within a prompt. One that a penalty counts runs whole, beside cached blocks of the same tokens; those are
+    evicted between its chunks, and its later blocks were cached behind blocks that were not."""
+    harness, prompt = Lockstep(replace(CHAT, max_num_batched_tokens=8, kv_events=True)), list(range(17))
+    harness.submit(request(0, prompt[:9], max_tokens=1))
+    harness.run()
+    harness.submit(request(1, prompt, presence_penalty=0.5))
+    harness.dispatch()
+    harness.complete()
+    pool = harness.scheduler.admission.blocks
+    pool.give(pool.take(pool.free))
+    harness.scheduler.drain_kv_events()
+    harness.run()
+    keys = tuple(map(block_hash, prefix_keys(tokens(*prompt), SIZE)))
+    told = [(event.parent_block_hash, event.block_hashes) for event in harness.scheduler.drain_kv_events()]
+    assert told == [(None, keys)]
+    harness.submit(request(2, prompt))
+    harness.run()
+    assert harness.answers[2].cached_tokens == 16
 
 
 def test_layouts_that_share_planes_are_refused() -> None:
