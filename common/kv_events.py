@@ -2,7 +2,10 @@
 
 import msgspec
 
+from depthbatch.common.endpoints import check_endpoint
 from depthbatch.common.errors import ConfigError
+
+MAX_BATCHES = 1_000_000_000  # twice as many are still a high-water mark of ZeroMQ, an int
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,12 +25,18 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.enable_kv_cache_events and not self.endpoint:
             raise ValueError("endpoint is missing: where the PUB socket is, as tcp://*:5557")
         for name in ("endpoint", "replay_endpoint"):
-            address = getattr(self, name)
-            if address and not address.startswith(("tcp://", "ipc://")):
-                raise ValueError(f"{name} must begin with tcp:// or ipc://, not {address!r}")
+            if address := getattr(self, name):
+                self._check_address(name, address, name == "replay_endpoint" or binds(address))
         for name in ("buffer_steps", "hwm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) <= MAX_BATCHES:
+                raise ValueError(f"{name} must be from 0 to {MAX_BATCHES}, not {getattr(self, name)}")
+
+    @staticmethod
+    def _check_address(name: str, address: str, bind: bool) -> None:
+        try:
+            check_endpoint(address, bind)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> "KvEventsConfig":

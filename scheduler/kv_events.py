@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import zmq
 
+from depthbatch.common.endpoints import is_ipv6
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Int32Array
 from depthbatch.common.kv_events import KvEventsConfig, binds
@@ -119,9 +120,19 @@ class KvEventPublisher:
         self._socket = context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, config.hwm)
         self.replays: zmq.Socket[bytes] | None = None
+        try:
+            self._open(context, config)
+        except ConfigError:
+            self.close()
+            raise
+
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], config: KvEventsConfig) -> None:
         _open(self._socket, config.endpoint, binds(config.endpoint))
         if config.replay_endpoint:
             self.replays = context.socket(zmq.ROUTER)
+            # A client gets all that is kept, however late it reads. ZeroMQ may take up to half of its mark for unread that
+            # is read; whoever asks on and on without reading is dropped at it.
+            self.replays.setsockopt(zmq.SNDHWM, 2 * (config.buffer_steps + 1))
             _open(self.replays, config.replay_endpoint, True)
 
     def publish(self, events: tuple[Event, ...]) -> None:
@@ -133,8 +144,8 @@ class KvEventPublisher:
         self._number += 1
 
     def answer_replays(self) -> None:
-        """Whoever has sent a number of 8 bytes gets every batch that is kept from there on, then END. Other messages are
-        no requests."""
+        """Whoever has sent a number of 8 bytes gets every batch that is kept from there on, then END, and may ask again
+        once it has read them. Other messages are no requests."""
         while self.replays is not None:
             try:
                 client, *rest = self.replays.recv_multipart(zmq.NOBLOCK)
@@ -156,11 +167,11 @@ class KvEventPublisher:
 
 
 def _open(socket: zmq.Socket[bytes], address: str, bind: bool) -> None:
+    socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
     try:
         if bind:
             socket.bind(address)
         else:
             socket.connect(address)
     except zmq.ZMQError as error:
-        socket.close(0)
         raise ConfigError(f"kv_events_config: cannot {'bind' if bind else 'connect'} {address}: {error}") from None

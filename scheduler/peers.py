@@ -28,6 +28,11 @@ class Frontends:
         self._peers: set[bytes] = set()
         self._owner: dict[int, bytes] = {}
 
+    @property
+    def present(self) -> bool:
+        """Some have said hello, or sent requests."""
+        return bool(self._peers)
+
     def join(self, peer: bytes) -> None:
         """A frontend says hello: it gets heartbeats from now on, and what it has missed."""
         self._peers.add(peer)

@@ -53,6 +53,7 @@ from depthbatch.scheduler.stage_batch import ScheduledStage
 from depthbatch.scheduler.stage_trace import StageTrace
 
 HEARTBEAT_S = 0.5
+FIRST_HELLO_S = 30.0  # a frontend may still be reading its modules
 STAGES_REMEMBERED = 4096
 VERBS = ("receive", "complete", "schedule", "dispatch", "publish")
 
@@ -86,17 +87,15 @@ class SchedulerProcess:
     """Owns both sockets and the core. Run directory and options are given; the core exists once a worker is ready."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: str, options: EngineConfig) -> None:
-        self._options = options
-        self._trace = None if options.stage_trace is None else StageTrace(options.stage_trace)
+        self._context, self._options = context, options
         self.frontends = Frontends(Router(context, endpoint(run_dir, SCHEDULER_ENDPOINT), FrontendMessage))
         self.worker = WorkerPeer(Router(context, endpoint(run_dir, WORKER_ENDPOINT), WorkerMessage))
         self.core: Scheduler | None = None
-        self._kv_events = None if options.kv_events is None else KvEventPublisher(context, options.kv_events)
+        self._trace: StageTrace | None = None
+        self._kv_events: KvEventPublisher | None = None
         self._poller = zmq.Poller()
         self._poller.register(self.frontends.link.socket, zmq.POLLIN)
         self._poller.register(self.worker.link.socket, zmq.POLLIN)
-        if self._kv_events is not None and self._kv_events.replays is not None:
-            self._poller.register(self._kv_events.replays, zmq.POLLIN)
         self._verb_seconds = dict.fromkeys(VERBS, 0.0)
         self._stage_us: deque[float] = deque(maxlen=STAGES_REMEMBERED)  # complete, schedule and dispatch, by stage
         self._spent_s = 0.0  # in those verbs, up to the last stage
@@ -108,8 +107,9 @@ class SchedulerProcess:
     # --- the loop
 
     def run(self) -> int:
-        """Until asked to stop; returns the exit status."""
+        """Until asked to stop; returns the exit status. Raises ConfigError where trace or events cannot be written."""
         try:
+            self._open()
             while True:
                 inbox = self.receive()
                 events = self.complete(inbox)
@@ -118,6 +118,16 @@ class SchedulerProcess:
                 self.publish(events)
         except Stopped as stop:
             return stop.status
+
+    def _open(self) -> None:
+        """What the user has named, once there are sockets over which a frontend hears if it cannot be had."""
+        options = self._options
+        if options.stage_trace is not None:
+            self._trace = StageTrace(options.stage_trace)
+        if options.kv_events is not None:
+            self._kv_events = KvEventPublisher(self._context, options.kv_events)
+            if self._kv_events.replays is not None:
+                self._poller.register(self._kv_events.replays, zmq.POLLIN)
 
     def receive(self) -> Inbox:
         """Blocks until a message or the next heartbeat is due; then takes all there is."""
@@ -188,11 +198,21 @@ class SchedulerProcess:
         self.frontends.link.close()
 
     def fail(self, message: str, exit_code: int) -> int:
-        """Tells every frontend why the engine cannot go on; returns the exit status."""
-        if exit_code != USER_ERROR:  # the frontend tells those
+        """Tells every frontend why the engine cannot go on; returns the exit status. A user's mistake is for a frontend to
+        tell: where there is none yet, the first one is waited for."""
+        if exit_code != USER_ERROR or not self._met_a_frontend():
             log.error("%s", message)
         self.frontends.broadcast(Fatal("scheduler", message, user_error=exit_code == USER_ERROR))
         return exit_code
+
+    def _met_a_frontend(self) -> bool:
+        """Waits for the first hello, for FIRST_HELLO_S at most."""
+        link, until_s = self.frontends.link, time.monotonic() + FIRST_HELLO_S
+        while not self.frontends.present and (wait_s := until_s - time.monotonic()) > 0:
+            link.socket.poll(int(1000 * wait_s) + 1)
+            for received in _take_all(link):
+                self._from_frontend(received)
+        return self.frontends.present
 
     # --- messages
 
@@ -364,21 +384,30 @@ def run_scheduler(run_dir: str, config_json: str) -> int:
     try:
         process = SchedulerProcess(context, run_dir, EngineConfig.from_json(config_json))
         log.info("scheduler %d waits for a worker", os.getpid())
-        return process.run()
+        return _run(process)
     except Stopped as stop:
         return stop.status
-    except DepthbatchError as error:
-        if process is None:
-            log.error("%s", error)
-            return error.exit_code
-        return process.fail(str(error), error.exit_code)
-    except Exception as error:  # whatever it is, the frontends must hear of it
+    except DepthbatchError as error:  # no socket to tell it over
+        log.error("%s", error)
+        return error.exit_code
+    except Exception:
         log.exception("scheduler failed")
-        return FAULT if process is None else process.fail(f"{type(error).__name__}: {error}", FAULT)
+        return FAULT
     finally:
         if process is not None:
             process.close()
         context.term()
+
+
+def _run(process: SchedulerProcess) -> int:
+    """Whatever ends it, the frontends must hear of it."""
+    try:
+        return process.run()
+    except DepthbatchError as error:
+        return process.fail(str(error), error.exit_code)
+    except Exception as error:
+        log.exception("scheduler failed")
+        return process.fail(f"{type(error).__name__}: {error}", FAULT)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

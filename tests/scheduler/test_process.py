@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -259,6 +260,44 @@ def test_bad_configuration_is_fatal_with_exit_code_2(run_dir: Path) -> None:
     assert process.wait(WAIT_S) == 2
     worker.stop()
     context.destroy(0)
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """An endpoint at which somebody else listens."""
+    with socket.create_server(("", 0)) as listener:
+        yield f"tcp://*:{listener.getsockname()[1]}"
+
+
+def telling_routers_at(endpoint: str, run_dir: Path) -> EngineConfig:
+    """Options with cache events, which are repeated at the endpoint."""
+    config = {"enable_kv_cache_events": True, "endpoint": f"ipc://{run_dir}/kv", "replay_endpoint": endpoint}
+    return msgspec.structs.replace(OPTIONS, prefix_caching="on", kv_events_config=json.dumps(config))
+
+
+def test_an_endpoint_that_is_taken_is_told_to_the_first_frontend(run_dir: Path, taken: str) -> None:
+    """Bug: what failed before any frontend was there was told to none, so that all a user of a supervised engine saw, ten
+    seconds later, was that the scheduler had died. It waits for a hello, and the one line names option and endpoint."""
+    process = start_process(run_dir, telling_routers_at(taken, run_dir))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    context = zmq.Context()
+    frontend = FrontendProbe(context, run_dir)
+    frontend.until(lambda: frontend.of(Fatal))
+    [fatal] = frontend.of(Fatal)
+    assert fatal.user_error and f"kv_events_config: cannot bind {taken}: " in fatal.message
+    assert process.wait(WAIT_S) == 2 and "ERROR" not in process.stderr.read()
+    context.destroy(0)
+
+
+def test_a_scheduler_that_waits_to_tell_its_failure_can_be_stopped(run_dir: Path, taken: str) -> None:
+    """SIGTERM ends it at once and is no failure of its own."""
+    process = start_process(run_dir, telling_routers_at(taken, run_dir))
+    assert "waits for a worker" in process.stderr.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 0 and process.stderr.read() == ""
 
 
 def test_garbage_config_is_exit_code_2(run_dir: Path) -> None:
