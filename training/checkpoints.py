@@ -146,8 +146,9 @@ def load_retrofitted(name: str | Path) -> tuple[RetrofittedTrainer, torch.dtype]
     Raises ModelError as ``load_ouro``, and for OLMo blocks, whose q and k are normed."""
     model_dir = open_model_dir(str(name))
     if not isinstance(model_dir.family, RetrofittedFamily):
+        kind = model_dir.family.name
         raise ModelError(
-            f"{model_dir.path} is no retrofitted model: loops are trained of what depthbatch convert writes"
+            f"{model_dir.path} is of the family {kind}; loops are trained of what depthbatch convert writes"
         )
     config, checkpoint = model_dir.config, model_dir.checkpoint()
     plan = model_dir.family.plan(config)

@@ -1,8 +1,11 @@
 """Differentiable forward of retrofitted models with Llama blocks; ``state_dict`` has the checkpoint's keys.
 
-Source: docs/models.md, section 5. What a loop may learn is small: the adapter, and the core's matrices, whole or by a
-low-rank change (LoRA) that is merged when the model is written. The module does not know about KV caches or exits.
+Source: docs/models.md, section 5. What a loop may learn is small: the half of the adapter that reads the state, and the core's
+matrices, whole or by a low-rank change (LoRA) that is merged when the model is written. The module does not know about KV
+caches or exits.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +15,16 @@ from torch.nn.utils import parametrize
 from depthbatch.training.layers import RMSNorm, causal_attention, rotate_halves, split_heads
 from depthbatch.worker.models.llama_like import Plan
 
-LORA_NAMES = ("Wqkv", "attn.proj", "fc", "mlp.proj")
+
+class Trained(NamedTuple):
+    """What is trained beside the half of the adapter that reads the state.
+
+    ``rank``: of the low-rank change of the core's matrices; 0: the core itself.
+    ``one_loop_stays``: not the core. The state is zero before the first loop, so that one loop gives what it gave.
+    """
+
+    rank: int
+    one_loop_stays: bool
 
 
 class _Attention(nn.Module):
@@ -78,6 +90,7 @@ class RetrofittedTrainer(nn.Module):
     def __init__(self, plan: Plan, embed_scale: float) -> None:
         super().__init__()
         self.plan, self.embed_scale = plan, embed_scale
+        self.one_loop_stays = False
         self.transformer = _Transformer(plan)
         self.lm_head = nn.Linear(plan.hidden, plan.vocab, bias=False)
 
@@ -86,44 +99,57 @@ class RetrofittedTrainer(nn.Module):
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
         return angles.cos(), angles.sin()
 
-    def forward(self, ids: Tensor, loops: int) -> Tensor:
-        """States after loops 1..R of whole rows [B, T], a KV plane a loop: [R, B, T, D]."""
+    @torch.no_grad()
+    def injection(self, ids: Tensor) -> Tensor:
+        """What every loop starts from, of whole rows [B, T]: [B, T, D]. What is before the loop is not trained."""
         cos, sin = self._angles(ids.shape[1])
-        with torch.no_grad():  # what is before the loop is not trained
-            injection = self.transformer.wte(ids) * self.embed_scale
-            for block in self.transformer.prelude:
-                injection = block(injection, cos, sin)
+        x: Tensor = self.transformer.wte(ids) * self.embed_scale
+        for block in self.transformer.prelude:
+            x = block(x, cos, sin)
+        return x
+
+    def forward(self, injection: Tensor, loops: int) -> Tensor:
+        """States after loops 1..R of whole rows [B, T, D], a KV plane a loop: [R, B, T, D]."""
+        cos, sin = self._angles(injection.shape[1])
         state, states = torch.zeros_like(injection), []
-        for _ in range(loops):
-            state = self.transformer.adapter(torch.cat((state, injection), -1))
-            for block in self.transformer.core_block:
-                state = block(state, cos, sin)
+        for loop in range(loops):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not (self.one_loop_stays and loop == 0)):
+                state = self.transformer.adapter(torch.cat((state, injection), -1))
+                for block in self.transformer.core_block:
+                    state = block(state, cos, sin)
             states.append(state)
         return torch.stack(states)
 
-    def logits(self, state: Tensor) -> Tensor:
-        """Coda, ln_f and the head on states [B, T, D]; fp32, [B, T, V]."""
+    def logits(self, state: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Coda, ln_f and the head on states [B, T, D]; fp32, [B, T, V], or [N, V] of the N ``chosen`` positions, bool [B, T]."""
         cos, sin = self._angles(state.shape[1])
         for block in self.transformer.coda:
             state = block(state, cos, sin)
-        out: Tensor = self.lm_head(self.transformer.ln_f(state)).float()
+        out: Tensor = self.lm_head(self.transformer.ln_f(state if chosen is None else state[chosen])).float()
         return out
 
-    def train_core(self, rank: int, seed: int) -> list[nn.Parameter]:
-        """The parameters that are to be trained: the adapter, and of the core all, or with ``rank`` low-rank changes of
-        its matrices, which start at nothing. All others are frozen."""
+    @torch.no_grad()
+    def train_loop(self, trained: Trained, seed: int, sample: Tensor) -> list[nn.Parameter]:
+        """The parameters that are to be trained; all others are frozen. Changes start at nothing.
+
+        ``sample``: ids [B, T], from whose states the adapter's change gets its scale: a step of the optimiser is the same
+        for every weight, while some features of a language model's states are a thousand times others.
+        """
         self.requires_grad_(False)
-        self.transformer.adapter.requires_grad_(True)
-        generator = torch.Generator().manual_seed(seed)
-        for name, module in self.transformer.core_block.named_modules():
-            if not rank:
-                module.requires_grad_(True)
-            elif isinstance(module, nn.Linear) and name.endswith(LORA_NAMES):
-                parametrize.register_parametrization(module, "weight", _LowRank(module.weight, rank, generator))
+        self.one_loop_stays = trained.one_loop_stays
+        scale = self(self.injection(sample), 1)[0].flatten(0, 1).square().mean(0).sqrt().clamp_min(1e-6)
+        if not trained.one_loop_stays:
+            self.transformer.core_block.requires_grad_(not trained.rank)
+            generator = torch.Generator().manual_seed(seed)
+            for module in list(self.transformer.core_block.modules()) if trained.rank else ():
+                if isinstance(module, nn.Linear):
+                    low_rank = _LowRank(module.weight, trained.rank, generator)
+                    parametrize.register_parametrization(module, "weight", low_rank)
+        parametrize.register_parametrization(self.transformer.adapter, "weight", _StateHalf(scale))
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def merge(self) -> None:
-        """Low-rank changes become part of the matrices, which then have their own names again."""
+        """Changes become part of the matrices, which then have their own names again."""
         for module in self.modules():
             if parametrize.is_parametrized(module, "weight"):
                 parametrize.remove_parametrizations(module, "weight")
@@ -140,3 +166,17 @@ class _LowRank(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.up @ self.down
+
+
+class _StateHalf(nn.Module):
+    """The adapter's weight [D, 2D] with a change of its first D columns, each over the ``scale`` [D] of what it reads."""
+
+    scale: Tensor
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+        self.change = nn.Parameter(torch.zeros(len(scale), len(scale)))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + F.pad(self.change / self.scale, (0, weight.shape[1] - len(self.scale)))
