@@ -21,7 +21,7 @@ from depthbatch.training.ouro import OuroSize, OuroTrainer
 from depthbatch.training.retrofitted import RetrofittedTrainer
 from depthbatch.worker.models.checkpoint import CheckpointSource, check_names_and_shapes
 from depthbatch.worker.models.config_reader import ConfigReader
-from depthbatch.worker.models.loader import ModelDir, open_model_dir, read_spec
+from depthbatch.worker.models.loader import ModelDir, open_model_dir, read_spec, resolve_dtype
 from depthbatch.worker.models.retrofitted import RetrofittedFamily
 
 DEMO_THRESHOLD = 0.95
@@ -116,12 +116,13 @@ def _sizes(size_class: type[Size], config: ConfigReader) -> Size:
     return size_class(**fields)
 
 
-def _load_weights(model: nn.Module, model_dir: ModelDir) -> None:
-    """Checked as the engine checks them; fp32."""
+def _load_weights(model: nn.Module, model_dir: ModelDir) -> frozenset[str]:
+    """Checked as the engine checks them; fp32. Which optional tensors there are."""
     checkpoint = model_dir.checkpoint()
-    check_names_and_shapes(checkpoint, model_dir.family.tensors(model_dir.config))
+    optional = check_names_and_shapes(checkpoint, model_dir.family.tensors(model_dir.config))
     source = CheckpointSource(checkpoint, torch.float32, torch.device("cpu"))
     model.load_state_dict({name: source.take(name) for name in model.state_dict()})
+    return optional
 
 
 def load_ouro(name: str | Path) -> OuroTrainer:
@@ -143,23 +144,21 @@ def load_ouro(name: str | Path) -> OuroTrainer:
 
 def load_retrofitted(name: str | Path) -> tuple[RetrofittedTrainer, torch.dtype]:
     """A retrofitted model directory with Llama blocks in fp32, its state starting at zero, and the type it is stored in.
-    Raises ModelError as ``load_ouro``, and for OLMo blocks, whose q and k are normed."""
+    Raises ModelError as ``load_ouro``, for OLMo blocks, whose q and k are normed, and for quantised weights."""
     model_dir = open_model_dir(str(name))
     if not isinstance(model_dir.family, RetrofittedFamily):
         kind = model_dir.family.name
         raise ModelError(
             f"{model_dir.path} is of the family {kind}; loops are trained of what depthbatch convert writes"
         )
-    config, checkpoint = model_dir.config, model_dir.checkpoint()
-    plan = model_dir.family.plan(config)
+    config, plan = model_dir.config, model_dir.family.plan(model_dir.config)
     config.expect("initial_state_mode", ("random",), optional=True)
-    if check_names_and_shapes(checkpoint, plan.tensors()) or plan.tied:
-        raise config.fail("only Llama blocks (no q and k norms) and a head of its own can be trained")
+    config.refuse("quantization_config")
     scale = ConfigReader(config.values.get("init_values") or {}, f"{config.path}: init_values").number("embed_scale")
     model = RetrofittedTrainer(plan, scale)
-    source = CheckpointSource(checkpoint, torch.float32, torch.device("cpu"))
-    model.load_state_dict({name: source.take(name) for name in model.state_dict()})
-    return model, checkpoint.tensor(min(checkpoint.file_of)).dtype
+    if plan.tied or _load_weights(model, model_dir):
+        raise config.fail("only Llama blocks (no q and k norms) and a head of its own can be trained")
+    return model, resolve_dtype(model_dir, "auto")
 
 
 def load_huginn(name: str | Path) -> HuginnTrainer:

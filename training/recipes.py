@@ -98,11 +98,11 @@ def train_gate_stage(model: OuroTrainer, config: RunConfig) -> None:
     model.requires_grad_(True)
 
 
-def distil_gates(features_of: Callable[[Tensor, Tensor], Features], directory: Path, seed: int) -> None:
+def distil_gates(features_of: Callable[[Tensor, Tensor], Features], family: str, directory: Path, seed: int) -> None:
     """Distil both gates and save them beside the model."""
     features = collect_features(features_of, distillation_rows(seed))
     for kind in KINDS:
-        save_gate(fit_gate(kind, features, seed), kind, directory / f"{kind}_gate.safetensors")
+        save_gate(fit_gate(kind, features, seed), kind, family, directory / f"{kind}_gate.safetensors")
 
 
 def train_demo(config: RunConfig, directory: Path) -> OuroTrainer:
@@ -125,7 +125,7 @@ def train_demo(config: RunConfig, directory: Path) -> OuroTrainer:
     gate_checkpoint = config.checkpoint.with_name(config.checkpoint.stem + "-gate.pt")
     train_gate_stage(model, replace(config, steps=GATE_STEPS, checkpoint=gate_checkpoint))
     export(model, directory)
-    distil_gates(partial(ouro_features, model), directory, config.seed)
+    distil_gates(partial(ouro_features, model), "ouro", directory, config.seed)
     return model
 
 
@@ -164,5 +164,5 @@ def train_demo_huginn(config: RunConfig, directory: Path) -> HuginnTrainer:
     run = Run(model, shared_objective, second, SHARED_RATE)
     run.resume()
     run.train("one plane for all loops", save)
-    distil_gates(partial(huginn_features, model, HUGINN_MOST_LOOPS), directory, config.seed)
+    distil_gates(partial(huginn_features, model, HUGINN_MOST_LOOPS), "huginn", directory, config.seed)
     return model

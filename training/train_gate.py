@@ -10,7 +10,7 @@ For Huginn, which has none, p is 1 at the depth from which on the likeliest toke
   over depths 1..R, whose softmax is the exit distribution. Tensors ``weight`` [R, D] and ``bias`` [R].
 
 Both minimise the mean KL divergence from the teacher's distribution, over cached states, with L-BFGS. The
-files are safetensors, fp32; header metadata ``kind`` is ``lookahead`` or ``preloop``.
+files are safetensors, fp32; header metadata ``kind`` is ``lookahead`` or ``preloop``, ``family`` the model's.
 
 Source: appendix E.2 of the continuous depth batching paper (gate distillation); the loss is ours.
 """
@@ -207,10 +207,10 @@ def fit_gate(kind: str, features: Features, seed: int = 0, iterations: int = 300
     return GateFit(gate[0].detach(), gate[1].detach(), constant_kl, kl)
 
 
-def save_gate(fit: GateFit, kind: str, path: Path) -> None:
-    """Write a gate file: fp32 tensors ``weight``, ``bias``; metadata names the kind. Replaces ``path`` atomically."""
+def save_gate(fit: GateFit, kind: str, family: str, path: Path) -> None:
+    """Write a gate file: fp32 tensors ``weight``, ``bias``; metadata name kind and family. Replaces ``path`` atomically."""
     partial = path.with_name(path.name + ".partial")
     tensors = {"weight": fit.weight.contiguous(), "bias": fit.bias.contiguous()}
-    save_file(tensors, partial, metadata={"format": "pt", "kind": kind})
+    save_file(tensors, partial, metadata={"format": "pt", "kind": kind, "family": family})
     partial.chmod(0o644)
     os.replace(partial, path)

@@ -42,9 +42,10 @@ def run_info(args: argparse.Namespace) -> int:
     asked = config.model, config.dtype, config.load_format, config.max_loops
     options = config.quantization, device
     spec, share = (read_spec(*asked, n, *options, gate_weights=config.gate_weights) for n in (1, ranks))
-    size = weight_bytes(*asked, 1, *options)
+    size = weight_bytes(*asked, ranks, *options)
     counts = (1,) if config.quantization else rank_counts(open_model_dir(config.model, config.load_format))
-    kind = f", {spec.quantization} layers" if spec.quantization else ""
+    kind = f", {share.quantization} layers" if share.quantization else ""
+    on_each = f" on each of {ranks} ranks" if ranks > 1 else ""
     layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
     limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""
     rows = [
@@ -57,7 +58,7 @@ def run_info(args: argparse.Namespace) -> int:
         ("threshold", f"{spec.default_threshold:g}"),
         ("positions", str(spec.max_positions)),
         ("dtype", str(spec.dtype).removeprefix("torch.")),
-        ("weights", f"{size / MIB:.1f} MiB{kind}"),
+        ("weights", f"{size / MIB:.1f} MiB{on_each}{kind}"),
         ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
         ("tensor parallel", spelt(counts)),
     ]

@@ -106,7 +106,7 @@ def run_train_gate(args: argparse.Namespace) -> int:
         length = min(args.length, spec.max_positions)
         rows = read_rows(args.data, encoder(directory), spec.vocab_size, length, args.max_tokens)
     fit = fit_gate(args.kind, collect_features(features_of, rows), args.seed, args.iterations)
-    save_gate(fit, args.kind, output)
+    save_gate(fit, args.kind, spec.architecture, output)
     print(
         f"{output}: KL divergence from the teacher {fit.kl:.4f} nats a token on held-out tokens "
         f"({fit.constant_kl:.4f} for the best constant gate)",

@@ -32,3 +32,11 @@ def test_a_text_that_is_too_short_or_not_there(tmp_path: Path, capsys: pytest.Ca
     assert "--length 1 --pieces 16: there is nothing to foresee" in capsys.readouterr().err
     assert main(["bench", "perplexity", "demo", "--text", str(short), "--threads", "1"]) == 2
     assert "tokens are less than --pieces x --length" in capsys.readouterr().err
+
+
+def test_all_loop_counts_are_checked_before_any_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: --loops 1 9 measured one loop, minutes for a large model, and then refused nine."""
+    sizes = ["--length", "16", "--pieces", "2", "--threads", "1"]
+    assert main(["bench", "perplexity", "demo", "--text", str(VERSE), *sizes, "--loops", "1", "9"]) == 2
+    said = capsys.readouterr().err
+    assert "9" in said and "perplexity" not in said and "as stored" not in said

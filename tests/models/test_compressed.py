@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.errors import DepthbatchError, ModelError
+from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.common.messages import RequestParams
+from depthbatch.deploy.cli.main import main
 from depthbatch.worker.layers.int8 import Int8Weight, int8_product, quantize
 from depthbatch.worker.models.compressed import CompressedCheckpoint
 from depthbatch.worker.models.loader import load_model, open_model_dir, read_spec, weight_bytes
@@ -93,6 +95,39 @@ def test_w8a8_is_the_int8_of_our_own(tmp_path: Path) -> None:
     assert read_spec(str(model)).quantization == "int8"
     assert scores(model) == scores(OURO, quantization="int8") != scores(OURO)
     assert weight_bytes(str(model)) == weight_bytes(str(OURO), quantization="int8")
+
+
+def test_a_family_without_linear_layers_is_not_told_to_run_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: 'int8' was reported of a checkpoint whose weights are made whole, for its family does not declare its layers."""
+    model = write(tmp_path, "W8A8")
+    family = open_model_dir(str(model)).family
+    table = replace(family.tensors(open_model_dir(str(model)).config), linears=frozenset())
+    monkeypatch.setattr(family, "tensors", lambda config: table)
+    assert read_spec(str(model)).quantization is None
+    with pytest.raises(ConfigError, match="do not say which tensors are linear"):
+        read_spec(str(model), quantization="int8")
+
+
+def test_info_tells_what_ranks_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: of a W8A8 checkpoint with ranks, whose weights are made whole, the one-rank model in int8 was described."""
+    model = str(write(tmp_path, "W8A8"))
+    said = []
+    for options in ([], ["--tensor-parallel-size", "2"]):
+        assert main(["info", model, "--device", "cpu", "--kv-blocks", "10", *options]) == 0
+        said += [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights")]
+    assert said[0].endswith("MiB, int8 layers") and said[1].endswith("MiB on each of 2 ranks")
+    for line, ranks in zip(said, (1, 2), strict=True):
+        assert f" {weight_bytes(model, ranks=ranks) / 2**20:.1f} MiB" in line
+
+
+def test_perplexity_does_not_compare_bytes_with_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: what a W8A8 checkpoint was called 'as stored' ran in int8, so that int8 looked as if it cost nothing."""
+    model, text = str(write(tmp_path / "model", "W8A8")), tmp_path / "text.txt"
+    text.write_text("a")
+    assert main(["bench", "perplexity", model, "--text", str(text), "--device", "cpu", "--quantization", "int8"]) == 2
+    assert "is stored and run in int8; there is nothing to compare it with" in capsys.readouterr().err
 
 
 def test_stored_bytes_are_kept(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from depthbatch.common.gates import Gate
 from depthbatch.worker.models.loader import load_model, read_spec
 from fakes.checkpoints import (
     FIDELITY,
+    HUGINN_TINY,
     OURO_TINY,
     tiny_config,
     write_checkpoint,
@@ -44,7 +45,8 @@ def test_gate_weights_come_from_anywhere(tmp_path: Path) -> None:
 
 
 def test_bad_gate_weights_are_named(tmp_path: Path) -> None:
-    """A file of another shape, of a kind the family does not take, of none, and what is not there."""
+    """A file of another shape, of a kind the family does not take, of none, and what is not there. Bug: a gate of another family
+    of the same width was taken."""
     model = tmp_path / "model"
     model.mkdir()
     write_checkpoint(model, tiny_config(OURO_TINY))
@@ -61,6 +63,27 @@ def test_bad_gate_weights_are_named(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(1, 7)}, tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match="of kind None; ouro models take lookahead or preloop"):
         read_spec(str(model), gate_weights=str(tmp_path / "other.safetensors"))
+    width = tiny_config(OURO_TINY)["hidden_size"]
+    for family, refused in (("huginn", True), ("ouro", False)):
+        metadata = {"kind": "lookahead", "family": family}
+        save_file({"weight": torch.zeros(1, width), "bias": torch.zeros(1)}, file, metadata)
+        if refused:
+            with pytest.raises(ModelError, match=f"{file} is a gate of a model of the family huginn, this one is ouro"):
+                load_model(str(model), gate_weights=str(file))
+        else:
+            assert Gate.LOOKAHEAD in load_model(str(model), gate_weights=str(file)).spec.gates
     nanbeige = FIDELITY / "nanbeige-tiny"
     with pytest.raises(ConfigError, match="of kind 'lookahead'; nanbeige models take none"):
         read_spec(str(nanbeige), gate_weights=str(file))
+
+
+def test_full_depth_is_all_loops_that_are_run(tmp_path: Path) -> None:
+    """Bug: with --max-loops beyond the depths that a pre-loop head tells apart, a threshold of 1 ended at the head's last."""
+    config = tiny_config(HUGINN_TINY) | {"mean_recurrence": 4}
+    write_checkpoint(tmp_path, config)
+    write_preloop_gate(tmp_path, config["n_embd"], 4)
+    for loops in (4, 7):
+        model = load_model(str(tmp_path), r_max=loops)
+        item = (torch.zeros(3, config["n_embd"]), torch.randn(3, config["n_embd"]))
+        depths = model.preloop_depth(item, torch.tensor([1.0, 1.5, 1e-6]))
+        assert depths[:2].tolist() == [loops, loops] and depths[2] < 4 and depths.dtype is torch.int32

@@ -39,15 +39,15 @@ def test_all_blocks_and_nothing_else(model: Path) -> None:
 
 
 def test_a_byte_a_weight_and_a_scale_an_output() -> None:
-    """What is counted before loading, for the plan of the memory; and what the layers then hold, padding apart: 0.53 of
-    bf16 at most where layers are as wide as 512."""
+    """What is counted before loading, for the plan of the memory; and what the layers then hold, padding apart: 0.505
+    of bf16 at most where layers are as wide as 512."""
     directory = open_model_dir(str(OURO))
     table = directory.family.tensors(directory.config)
     shapes = [table.required[name] for name in table.linears]
     saved = sum(3 * rows * columns - 4 * rows for rows, columns in shapes)  # fp32 to a byte
     assert weight_bytes(str(OURO)) - weight_bytes(str(OURO), quantization="int8") == saved
     product = PackedInt8Product(*_quantised(1024, 512))
-    assert product.packed.values.nbytes + product.packed.scales.nbytes <= 0.53 * 2 * 1024 * 512
+    assert product.packed.values.nbytes + product.packed.scales.nbytes <= 0.505 * 2 * 1024 * 512
 
 
 def _quantised(rows: int, columns: int) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from depthbatch.benchmarks.sources import Pair
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.deploy.cli.train_loops import add_train_loops_arguments, run_train_loops
+from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.deploy.cli.train_loops import add_train_loops_arguments, conversation_rows, run_train_loops
+from depthbatch.frontend.tokenizer import load_tokenizer
 from depthbatch.training.checkpoints import load_retrofitted
 from depthbatch.training.corpus import read_rows
 from depthbatch.training.retrofitted import RetrofittedTrainer, Trained
@@ -253,6 +257,46 @@ def test_the_command_writes_a_model_that_the_engine_runs(
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_an_adapter_alone_is_a_file_of_its_own(looped: Path, tmp_path: Path) -> None:
+    """What --one-loop-stays trained, put in when the base model is converted again, gives the same weights."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"token_ids": row.ids}) + "\n" for row in rows()))
+    options = ["--text", str(text), "--loops", "2", "--steps", "3", "--length", "16", "--one-loop-stays"]
+    assert run([str(looped), str(tmp_path / "healed"), *options]) == 0
+    convert(looped.parent / "llama", tmp_path / "again", 1, 1, tmp_path / "healed" / "adapter.safetensors")
+    again, healed = (load_retrofitted(tmp_path / name)[0].state_dict() for name in ("again", "healed"))
+    assert all(value.equal(healed[name]) for name, value in again.items())
+    assert not again["transformer.adapter.weight"].equal(load_retrofitted(looped)[0].transformer.adapter.weight)
+    report = json.loads((tmp_path / "healed" / "loops.json").read_text())
+    assert report["before"]["perplexity"][0] == report["after"]["perplexity"][0]
+    assert len(report["example"]) == 32 and {token["before"] for token in report["example"]} == {2}
+
+
+def test_conversations_are_rows_whose_answers_count() -> None:
+    """In the model's chat template; long questions and what is no English are left out, answers are cut."""
+    tokenizer = load_tokenizer(resolve_model_dir("demo"))
+    assert tokenizer is not None
+    pairs = [Pair("Hi", "Hello there"), Pair("x" * 60, "long"), Pair("Hé", "Ho"), Pair("Hi", "a" * 99)]
+    made = conversation_rows(pairs, tokenizer, 80, 10_000, 0)
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert sorted(len(row.ids) for row in made) == sorted([len(prompt) + len(tokenizer.encode_bare("Hello there")), 80])
+    for row in made:
+        assert row.ids[: len(prompt)] == prompt
+        assert row.positions == list(range(len(prompt) - 1, len(row.ids) - 1))
+    assert len(conversation_rows(pairs, tokenizer, 80, 1, 0)) == 1
+
+
+def test_a_figure_without_matplotlib_is_refused_before_training(
+    looped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the missing package was found out when the training was done."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    target = tmp_path / "out"
+    with pytest.raises(ConfigError, match="figures need matplotlib"):
+        run([str(looped), str(target), "--text", _rows_of(tmp_path), "--length", "16", "--figure"])
+    assert not target.exists()
+
+
 def test_what_cannot_be_trained_is_named(looped: Path, tmp_path: Path, ouro_directory: Path) -> None:
     """Bugs: an output that could not be made was found out after the training, which was lost; text whose tokens the model does
     not have was an IndexError."""
@@ -267,6 +311,10 @@ def test_what_cannot_be_trained_is_named(looped: Path, tmp_path: Path, ouro_dire
         run([str(looped), out, "--text", str(text), "--length", "16"])
     with pytest.raises(ConfigError, match="is not empty"):
         run([str(looped), str(tmp_path), "--text", str(text)])
+    with pytest.raises(ConfigError, match="--distill"):
+        run([str(looped), out, "--text", str(text), "--distill", "-1"])
+    with pytest.raises(ConfigError, match="--loops must be 2 or more"):
+        run([str(looped), out, "--text", str(text), "--one-loop-stays", "--loops", "1"])
     with pytest.raises(ConfigError, match="--rank"):
         run([str(looped), out, "--text", str(text), "--rank", "-1"])
     for taken in ("/proc/out", str(text)):

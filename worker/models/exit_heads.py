@@ -34,10 +34,10 @@ class DepthHead:
     bias: torch.Tensor  # fp32 [R]
 
     def __call__(self, x: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-        """x [N, D], threshold fp32 [N] -> int32 [N]: the first depth whose cumulated softmax reaches the threshold."""
+        """x [N, D], threshold fp32 [N] -> int32 [N]: the first depth whose cumulated softmax reaches the threshold, the last
+        one where none does."""
         cumulated = F.linear(x.float(), self.weight, self.bias).softmax(-1).cumsum(-1)
-        limit = threshold.unsqueeze(-1)
-        passed = (cumulated < limit) | (limit >= 1.0)  # [N, R]; the last depth needs no vote
+        passed = cumulated < threshold.unsqueeze(-1)  # [N, R]; the last depth needs no vote
         return passed.narrow(-1, 0, self.bias.shape[0] - 1).sum(-1, dtype=torch.int32) + 1
 
 

@@ -251,9 +251,12 @@ class StackedModel(GatelessModel):
         return super().lookahead_logit(item) if self.heads.lookahead is None else self.heads.lookahead(item[0])
 
     def preloop_depth(self, item: WorkItem, threshold: torch.Tensor) -> torch.Tensor:
-        """Depth that the trained pre-loop head predicts, int32 [N]."""
-        head = self.heads.preloop
-        return super().preloop_depth(item, threshold) if head is None else head(item[-1], threshold)
+        """Depth that the trained pre-loop head predicts, int32 [N]; with a threshold of 1 or more all loops, of which the
+        head may tell fewer apart than are run."""
+        if self.heads.preloop is None:
+            return super().preloop_depth(item, threshold)
+        depth = self.heads.preloop(item[-1], threshold)
+        return torch.where(threshold >= 1.0, self.spec.r_max, depth)
 
     def prelude(
         self, token_ids: torch.Tensor, positions: torch.Tensor, state_seeds: torch.Tensor, attend: AttentionContext

@@ -67,7 +67,7 @@ def _gate_files(directory: Path, known: Collection[str]) -> dict[str, Path]:
 
 
 def _given_gates(given: Path, known: Collection[str], family: str) -> dict[str, Path]:
-    """What --gate-weights names; a file says its kind itself (training/train_gate.py)."""
+    """What --gate-weights names; a file says its kind itself."""
     if given.is_dir():
         if files := _gate_files(given, known):
             return files
@@ -194,12 +194,13 @@ def _resolve_quantization(
     """What layers run as: as it is asked for, else as the checkpoint has it where that can run; elsewhere its weights are
     made whole. Raises ConfigError."""
     can = device.type == "cpu" and ranks == 1 and dtype in INT8_TYPES
+    linears = model_dir.family.tensors(model_dir.config).linears
     if asked is None:
-        return "int8" if model_dir.bytes_of_inputs and can else None
+        return "int8" if model_dir.bytes_of_inputs and can and linears else None
     if dtype not in INT8_TYPES:
         types = " or ".join(str(one).removeprefix("torch.") for one in INT8_TYPES)
         raise ConfigError(f"quantization {asked} needs dtype {types}, not {str(dtype).removeprefix('torch.')}")
-    if not model_dir.family.tensors(model_dir.config).linears:
+    if not linears:
         name = model_dir.family.name
         raise ConfigError(f"quantization {asked}: {name} models do not say which tensors are linear layers")
     return asked
@@ -278,7 +279,8 @@ def load_model(
         optional = check_names_and_shapes(checkpoint, table)
         source = CheckpointSource(checkpoint, spec.dtype, device, table.splits, parallel, progress)
     tables = model_dir.family.side_tensors(model_dir.config)
-    side = {name: _side_tensors(path, tables[name], device) for name, path in model_dir.side_files().items()}
+    family = model_dir.family.name
+    side = {name: _side_tensors(path, tables[name], family, device) for name, path in model_dir.side_files().items()}
     int8, taken = _int8_layers(model_dir, spec, table, quantization), set()
 
     def take_linear(name: str) -> Weight:
@@ -292,9 +294,12 @@ def load_model(
     return model
 
 
-def _side_tensors(path: Path, table: TensorTable, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a gate file, fp32 whatever the model's type: gates decide in fp32."""
+def _side_tensors(path: Path, table: TensorTable, family: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a gate file, fp32 whatever the model's type: gates decide in fp32. Its metadata name kind and family
+    (training/train_gate.py); files of others that do not are taken."""
     checkpoint = Checkpoint(path.parent, (path,))
+    if (of := checkpoint.metadata(path).get("family", family)) != family:
+        raise ModelError(f"{path} is a gate of a model of the family {of}, this one is {family}")
     check_names_and_shapes(checkpoint, table)
     source = CheckpointSource(checkpoint, torch.float32, device)
     return {name: source.take(name) for name in table.required}
