@@ -254,9 +254,13 @@ def draw_accuracy(report: Mapping[str, Any], directory: Path) -> list[Path]:
 
 
 def draw_loops(report: Mapping[str, Any], path: Path) -> None:
-    """Perplexity by loops, and exit depths at the middle threshold, of a report of ``train-loops``. Raises ConfigError."""
+    """Perplexity by loops, exit depths at the middle threshold, and those of some tokens, of a report of ``train-loops``.
+    Raises ConfigError."""
     plt = import_pyplot()
-    canvas, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    canvas = plt.figure(figsize=(9.5, 5.8), layout="constrained")
+    grid = canvas.add_gridspec(2, 2, height_ratios=(3, 2))
+    left, right, below = (canvas.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
+    example = report["example"]
     for name, colour in (("before", "0.5"), ("after", "tab:blue")):
         rows, exits = report[name]["perplexity"], report[name]["exits"][1]
         left.plot([r["loops"] for r in rows], [r["perplexity"] for r in rows], "o-", color=colour, label=name)
@@ -264,8 +268,12 @@ def draw_loops(report: Mapping[str, Any], path: Path) -> None:
         shift = -0.2 if name == "before" else 0.2
         depths = [int(depth) + shift for depth in exits["histogram"]]
         right.bar(depths, [n / total for n in exits["histogram"].values()], 0.4, color=colour, label=name)
-    left.set(xlabel="loops", ylabel="perplexity of held-out text")
+        below.bar([i + shift for i in range(len(example))], [t[name] for t in example], 0.4, color=colour)
+    left.axvline(report["run"]["loops"], color="0.8", linestyle=":", zorder=0)
+    left.set(xlabel="loops (dotted: the most that were trained)", ylabel="perplexity of held-out text")
     right.set(xlabel=f"exit depth at convergence {exits['threshold']:g}", ylabel="share of tokens")
+    below.set_xticks(range(len(example)), [t["token"].strip() or "\u2423" for t in example], rotation=90, fontsize=7)
+    below.set(ylabel="exit depth", title="the first held-out tokens")
     left.legend(fontsize=8)
     canvas.savefig(path, dpi=110)
     plt.close(canvas)
