@@ -10,6 +10,10 @@ Knows nothing of tensors; loops count from 1.
 
 from enum import StrEnum
 
+from depthbatch.common.errors import ConfigError
+
+_GIB = 1 << 30
+
 
 class KVLayout(StrEnum):
     """The published names of the ways to store K/V of several loops."""
@@ -61,3 +65,11 @@ class KVLayout(StrEnum):
     def allows_early_exit(self) -> bool:
         """False for ``depth_indexed``: a token that exits early would leave holes that deeper tokens read."""
         return self is not KVLayout.DEPTH_INDEXED
+
+
+def swap_blocks(host_bytes: int, block_bytes: int, most: int) -> int:
+    """Logical blocks of ``block_bytes`` that fit into host memory, ``most`` at most: what all sequences can fill. 0 without
+    any memory; raises ConfigError where there is some, and not one fits."""
+    if 0 < host_bytes < block_bytes:
+        raise ConfigError(f"swap_space {host_bytes / _GIB:.4g} GiB holds no KV block of {block_bytes / _GIB:.4f} GiB")
+    return min(host_bytes // block_bytes, most)

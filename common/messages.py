@@ -172,10 +172,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     quantization: str | None = None  # how the weights of the layers are stored, where not in ``dtype``
     host_blocks: int = 0  # KV blocks in host memory, for preempted sequences
     notes: tuple[str, ...] = ()  # what who starts it should know, a line each
-    other_threshold: float = (
-        HEAD_THRESHOLD  # of gates that compare probabilities where the default one does distances, or
-    )
-    # distances where it does probabilities
+    # Of gates that compare probabilities where the default one compares distances, or the other way round.
+    other_threshold: float = HEAD_THRESHOLD
 
     def threshold_of(self, gate: Gate) -> float:
         """The exit threshold of requests that name this gate and none."""
@@ -286,8 +284,7 @@ class GrammarStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class StageExtra(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Inputs that few prefills, and preludes (``forced_tokens``, ``offloads`` and ``restores`` only), have
-    (common.frames)."""
+    """Inputs that few prefills, and preludes (``forced_tokens`` and ``offloads`` only), have (common.frames)."""
 
     adjustments: bytes = b""  # int32 [n, 4]
     targets: bytes = b""  # int32 [n, 2], ascending by index

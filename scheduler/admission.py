@@ -64,16 +64,18 @@ class Admission:
     def _next(self) -> Request | None:
         """The waiting request that is next and has its blocks: the head, or who passes it."""
         head = self.waiting.head()
-        if head is None or self._has_blocks(head):
+        if head is None:
+            return None
+        missing = self._blocks_missing(head)
+        if missing <= 0:
             return head
         if head.blocked_since is None:
             head.blocked_since = self._admissions
-        missing = self._blocks_missing(head)
         tokens = tokens_to_wait(head, missing, self.rows.request, self.rows.num_blocks)
         if not tokens:
             return None
         for request in self.waiting.behind_head(WINDOW):
-            if request.limit - len(request.output) <= tokens and self._has_blocks(request):
+            if request.limit - len(request.output) <= tokens and self._blocks_missing(request) <= 0:
                 return request
         return None
 
@@ -161,9 +163,6 @@ class Admission:
     def _blocks_needed(self, request: Request) -> int:
         tokens = request.prompt.size + request.limit - 1 if self._reserve_all else request.num_tokens
         return self._config.blocks_for(tokens)
-
-    def _has_blocks(self, request: Request) -> bool:
-        return self._blocks_missing(request) <= 0
 
     def _blocks_missing(self, request: Request) -> int:
         """Blocks that are not free of those for the prompt, headroom, and one block of growth for each running sequence

@@ -12,6 +12,7 @@ A victim is computed again instead when the host's blocks run out, when its pref
 less of the device's time. Both costs are fitted from what has been seen; until there is enough of that, it is copied.
 """
 
+import msgspec
 import numpy as np
 
 from depthbatch.common.frames import Int32Array, Stage
@@ -111,5 +112,4 @@ def with_moves(extra: StageExtra | None, offloads: bytes, restores: bytes) -> St
     """A stage's extra inputs with the copies that come before it."""
     if not offloads and not restores:
         return extra
-    fields = {} if extra is None else {name: getattr(extra, name) for name in extra.__struct_fields__}
-    return StageExtra(**fields | {"offloads": offloads, "restores": restores})
+    return msgspec.structs.replace(extra or StageExtra(), offloads=offloads, restores=restores)

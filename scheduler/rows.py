@@ -25,6 +25,7 @@ from depthbatch.common.gates import Gate
 from depthbatch.scheduler.requests import Request
 
 SlotArray = npt.NDArray[np.intp]
+_NO_ROWS = np.zeros(0, np.intp)
 
 
 class Phase(IntEnum):
@@ -260,6 +261,8 @@ class RowState:
 
     def fire_first(self, lanes: SlotArray, epochs: SlotArray, depths: npt.NDArray[np.uint8]) -> SlotArray:
         """Pre-loop heads that say, [rows], that one loop is enough are gates that fired before it. As ``fire``."""
+        if not self.active_with["first_exit"]:
+            return _NO_ROWS
         said = ((depths == 1) & self.first_exit[lanes]).astype(np.uint8)
         return self.fire(lanes, epochs, np.zeros(lanes.size, np.int32), said)
 

@@ -9,7 +9,7 @@ import torch
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import logprob_fields, prefill_words
-from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.kv_layout import KVLayout, swap_blocks
 from depthbatch.worker.attention.select import default_block_size
 from depthbatch.worker.device import GIB, KVPlan, KVRequest, plan_kv
 from depthbatch.worker.models.interface import ModelSpec
@@ -79,16 +79,8 @@ def plan_memory(
             "what the worker needs"
         )
     plan = plan_kv(request, room, device.type)
-    return plan._replace(host_blocks=host_blocks(plan, host_bytes, config.max_num_seqs))
-
-
-def host_blocks(plan: KVPlan, host_bytes: int, max_num_seqs: int) -> int:
-    """Blocks that fit into host memory, at most what W sequences can fill; 0 without any. ConfigError when none does."""
     block_bytes = plan.block_size * plan.bytes_per_token
-    blocks = min(host_bytes // block_bytes, max_num_seqs * plan.max_blocks)
-    if host_bytes and not blocks:
-        raise ConfigError(f"swap_space {host_bytes / GIB:g} GiB holds no KV block of {block_bytes / GIB:.4f} GiB")
-    return blocks
+    return plan._replace(host_blocks=swap_blocks(host_bytes, block_bytes, config.max_num_seqs * plan.max_blocks))
 
 
 def check_weights(name: str, weight_bytes: int, free_bytes: int) -> None:

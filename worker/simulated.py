@@ -23,7 +23,7 @@ from depthbatch.common.frames import (
     Stage,
 )
 from depthbatch.common.gates import Gate
-from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.kv_layout import KVLayout, swap_blocks
 from depthbatch.common.messages import EngineInfo, StageBatch, StageResult, Variant
 from depthbatch.common.splitmix64 import UNSIGNED, mix64
 from depthbatch.worker.device_profile import DeviceProfile, read_profile
@@ -61,6 +61,8 @@ def simulated_info(config: EngineConfig, profile: DeviceProfile) -> EngineInfo:
         raise ConfigError(f"gate '{config.gate}': a simulated device decides no exits; use replayed depths")
     length = config.max_model_len or MAX_POSITIONS
     block_size = config.block_size or BLOCK_SIZE
+    most_blocks = config.max_num_seqs * -(-length // block_size)
+    token_bytes = profile.bytes_per_kv_token * layout.num_planes(r_max)
     draft_lanes = config.draft_lanes_under(KVLayout(layout), r_max)
     return EngineInfo(
         model=profile.name,
@@ -73,14 +75,14 @@ def simulated_info(config: EngineConfig, profile: DeviceProfile) -> EngineInfo:
         default_threshold=1.0,
         kv_layout=layout,
         block_size=block_size,
-        num_blocks=1 + (config.kv_blocks or config.max_num_seqs * -(-length // block_size)),
-        kv_bytes_per_token=profile.bytes_per_kv_token * layout.num_planes(r_max),
+        num_blocks=1 + (config.kv_blocks or most_blocks),
+        kv_bytes_per_token=token_bytes,
         max_model_len=length,
         boundary_layers=profile.boundary_layers,
         buckets=bucket_sizes(most_rows(config.max_num_seqs, 1 + draft_lanes)),
         draft_lanes=draft_lanes,
         coda_layers=profile.boundary_layers,
-        host_blocks=config.swap_bytes // (block_size * profile.bytes_per_kv_token * layout.num_planes(r_max)),
+        host_blocks=swap_blocks(config.swap_bytes, block_size * token_bytes, most_blocks),
         device=f"simulated:{profile.name}",
         dtype="bfloat16",
     )

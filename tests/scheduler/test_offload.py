@@ -9,7 +9,7 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.common.messages import RequestParams, StageBatch, StageResult, Submit
+from depthbatch.common.messages import StageBatch, StageResult
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.inflight import InFlightStep
 from depthbatch.scheduler.offload import MoveCosts
@@ -17,19 +17,12 @@ from depthbatch.scheduler.requests import Request
 from depthbatch.scheduler.validation import make_request
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
+from fakes.small_engine import BASE, submit
 
-CONFIG = SchedulerConfig(
-    policy="refill",
-    max_num_seqs=8,
+CONFIG = replace(
+    BASE,
     max_num_batched_tokens=64,
-    min_free_slots=1,
-    min_coda_batch=1,
-    r_max=4,
-    block_size=4,
     num_blocks=21,
-    max_model_len=64,
-    buckets=(8,),
-    vocab_size=40,
     kv_layout=KVLayout.LAST_EXITED,
     preemption="offload",
     host_blocks=100,
@@ -37,16 +30,11 @@ CONFIG = SchedulerConfig(
 )
 
 
-def submit(request_id: int, prompt: int = 5, tokens: int = 40, **params: object) -> Submit:
-    fields = {"max_tokens": tokens, "max_loops": 4, "seed": request_id} | params
-    return Submit(request_id, np.arange(prompt, dtype=np.int32).tobytes(), RequestParams(**fields))  # type: ignore[arg-type]
-
-
 def run(config: SchedulerConfig, **params: object) -> Lockstep:
     """Twelve requests whose tokens are those of the plain loop, on blocks for half of what runs."""
     harness = Lockstep(config)
     for request_id in range(12):
-        harness.submit(submit(request_id, **params))
+        harness.submit(submit(request_id, tokens=40, **params))
     harness.run()
     assert all(len(answer.tokens) == 40 for answer in harness.answers.values())
     assert harness.scheduler.counters.preemptions > 10
@@ -86,7 +74,7 @@ def test_an_abort_gives_the_hosts_blocks_back() -> None:
     """A victim is aborted while its K/V are out: the idle check wants every block of the host free."""
     harness = Lockstep(CONFIG)
     for request_id in range(12):
-        harness.submit(submit(request_id))
+        harness.submit(submit(request_id, tokens=40))
     host = harness.scheduler.admission.offload.host  # type: ignore[union-attr]
     while host.free == host.total:
         if harness.dispatch() is None:

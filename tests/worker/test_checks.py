@@ -230,13 +230,22 @@ def test_bad_extras(extra: StageExtra, what: str) -> None:
 
 @pytest.mark.parametrize("stage", [Stage.PRELUDE, Stage.CORE, Stage.CODA])
 @pytest.mark.parametrize(
-    "extra", [StageExtra(), StageExtra(forced_tokens=int32(1, 5)), StageExtra(depths=b"\1", forced_tokens=int32(1, 5))]
+    "extra",
+    [
+        StageExtra(),
+        StageExtra(forced_tokens=int32(1, 5)),
+        StageExtra(depths=b"\1", forced_tokens=int32(1, 5)),
+        StageExtra(offloads=int32(1, 0)),
+        StageExtra(restores=int32(0, 1)),
+    ],
 )
-def test_decode_stages_have_no_extras_but_forced_tokens_of_preludes(stage: Stage, extra: StageExtra) -> None:
+def test_decode_stages_have_no_extras_but_those_of_preludes(stage: Stage, extra: StageExtra) -> None:
+    """Preludes have forced tokens and offloads; K/V come back in prefills alone."""
+    limits = LIMITS._replace(host_blocks=2)
     header, frame = decode(stage, (1, 1, 1))
     header = msgspec.structs.replace(header, extra=extra)
-    if stage is Stage.PRELUDE and not extra.depths:
-        parse_stage(header, frame, None, LIMITS)
+    if stage is Stage.PRELUDE and not extra.depths and not extra.restores:
+        parse_stage(header, frame, None, limits)
         return
     with pytest.raises(StageError, match="decode stage with extra"):
-        parse_stage(header, frame, None, LIMITS)
+        parse_stage(header, frame, None, limits)

@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -35,6 +36,17 @@ def core(step: int, positions: tuple[int, ...] = (9, 19)) -> tuple[StageBatch, n
     rows = len(positions)
     frame = np.array([range(1, rows + 1), positions, [1] * rows, range(1, rows + 1)], np.int32)
     return StageBatch(step, Stage.CORE, bucket=rows, rows=rows), frame
+
+
+def test_swap_space_for_no_block_is_refused() -> None:
+    """Bug: on a simulated device it turned offloading off without a word. What fits is taken, up to what all sequences can
+    fill: 4 of 64 tokens are 16 blocks of 16."""
+    big = msgspec.structs.replace(profile(), bytes_per_kv_token=1 << 20)
+    config = EngineConfig(device="simulated:test", max_num_seqs=4, max_model_len=64, preemption="offload")
+    for gib, blocks in ((1.0, 16), (0.125, 8)):
+        assert simulated_info(msgspec.structs.replace(config, swap_space=gib), big).host_blocks == blocks
+    with pytest.raises(ConfigError, match=r"swap_space 0\.001 GiB holds no KV block of 0\.0156 GiB$"):
+        simulated_info(msgspec.structs.replace(config, swap_space=0.001), big)
 
 
 def test_waits_are_booked_by_what_the_next_stage_says() -> None:

@@ -238,7 +238,7 @@ def _prefill(header: StageBatch, frame: Int32Array, params: SlotParamRows, limit
 def _with_extra(stage: StageInput, header: StageBatch, extra: StageExtra, limits: StageLimits) -> StageInput:
     """The stage with what few have."""
     decodes = stage.stage is not Stage.PREFILL
-    of_prelude = StageExtra(forced_tokens=extra.forced_tokens, offloads=extra.offloads, restores=extra.restores)
+    of_prelude = StageExtra(forced_tokens=extra.forced_tokens, offloads=extra.offloads)
     may = stage.stage is Stage.PRELUDE and extra == of_prelude
     _require(not decodes or may, header, "a decode stage with extra inputs")
     whole = stage._replace(
