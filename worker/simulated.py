@@ -6,6 +6,7 @@ never fire. Imports no torch.
 """
 
 import ctypes
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -41,10 +42,10 @@ _PR_SET_TIMERSLACK = 29
 def find_profile(name: str) -> DeviceProfile:
     """The profile of a file, or of a shipped one by its name; ConfigError names the choices."""
     path = Path(name)
-    if path.is_file() or name.endswith(".json") or "/" in name:
+    if os.path.isfile(path) or name.endswith(".json") or "/" in name:
         return read_profile(path)
     shipped = SHIPPED_PROFILES / f"{name}.json"
-    if not shipped.is_file():
+    if not os.path.isfile(shipped):
         known = ", ".join(sorted(file.stem for file in SHIPPED_PROFILES.glob("*.json"))) or "none"
         raise ConfigError(f"device profile '{name}' is neither a file nor shipped (shipped: {known})")
     return read_profile(shipped)

@@ -135,16 +135,19 @@ def test_the_kernel_for_tiles_builds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [OURO, HUGINN], ids=["ouro", "huginn"])
 def test_an_engine_with_int8_layers_answers_alike_in_any_batch(model: Path) -> None:
-    """All prompts at once against each alone: token for token. The layers are int8, and the answers not those of fp32 in
-    every token, or nothing was quantised."""
+    """All prompts at once against each alone: token for token, and bit for bit where the head, which is not int8, is a packed
+    product. The layers are int8, and the answers not those of fp32 in every token, or nothing was quantised."""
     values = {"model": str(model), "max_num_seqs": 5, "min_free_slots": 1, "kv_blocks": 120, "quantization": "int8"}
     running = LockstepEngine(EngineConfig.from_values(values))
     whole = LockstepEngine(EngineConfig.from_values(values | {"quantization": None}))
     block = running._model.weights.core.blocks[0]
     assert isinstance(block.down.product, linear.PackedInt8Product) and running.built.info.quantization == "int8"
+    packed = kernels_for("c").by_type[torch.float32].linear is not None
     requests = [(prompt, RequestParams(max_tokens=12, logprobs=True)) for prompt in prompts_of(model)]
     together = running.run(requests)
     for request, answer in zip(requests, together, strict=True):
         (alone,) = running.run([request])
-        assert (alone.tokens, alone.depths, alone.scores) == (answer.tokens, answer.depths, answer.scores)
+        assert (alone.tokens, alone.depths) == (answer.tokens, answer.depths)
+        if packed:
+            assert alone.scores == answer.scores
     assert [answer.scores for answer in whole.run(requests)] != [answer.scores for answer in together]

@@ -1,6 +1,7 @@
 """A whole stack of blocks in one C call against its plain loop, bit for bit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def test_stack_equals_its_plain_loop(
         assert torch.equal(x, before)
     for ours, theirs in zip(fused.tested.k_cache, plain.tested.k_cache, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("missing", ["q_norm", "k_norm"])
+def test_norm_of_q_or_k_alone_is_not_fused(missing: str) -> None:
+    """Bug: the plain loop takes one of the two for none, the C kernels applied it."""
+    geometry = CacheGeometry(33, 16, 2, 2, 16, (1, 3), torch.float32, torch.device("cpu"))
+    case = make_case(geometry, kernels_for("portable"), 0)
+    whole = make_stack(case, 32, 48, False, False, olmo=True, kind=quantize)
+    half = replace(whole, blocks=(replace(whole.blocks[0], **{missing: None}), *whole.blocks[1:]))
+    rows = decode_rows(case, 0, 0)
+    x, rotation = case.randn(len(rows.positions), 32), case.rotation(len(rows.positions), False)
+    assert Context(case.tested, rows).run_stack(whole, x, rotation) is not None
+    assert Context(case.tested, rows).run_stack(half, x, rotation) is None
 
 
 def test_unpacked_stack_runs_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ def _fusible(block: Block, geometry: CacheGeometry) -> bool:
         for p in (block.qkv.product, block.out.product, block.gate_up.product, block.down.product)
     )
     norms = (block.norm_in, block.norm_mlp_in, block.norm_out, block.norm_mlp_out, block.q_norm, block.k_norm)
-    return packed and all(v is None or _plain_vector(v, geometry) for v in (*norms, block.qk_bias))
+    both_or_none = (block.q_norm is None) == (block.k_norm is None)  # the plain loop takes one alone for none
+    return packed and both_or_none and all(v is None or _plain_vector(v, geometry) for v in (*norms, block.qk_bias))
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -134,14 +134,14 @@ def choose_product(weight: Weight, gated: bool = False) -> Product:
     """The fastest product for a weight [out, in] on its device; int8 weights are for the CPU."""
     if isinstance(weight, Int8Weight):
         kernels = cpu_kernels()
-        if kernels is not None and not (gated and weight.shape[0] % 2):
+        if kernels is not None:
             return PackedInt8Product(weight, kernels, gated)
         return _with_silu_mul(lambda x: int8_product(x, weight), gated)
     plain = type(weight) is Tensor and weight.is_cpu and not weight.requires_grad
     if plain and weight.dtype is torch.bfloat16 and _has_amx():
         return _with_silu_mul(BlockedProduct(weight), gated)
     kernels = cpu_kernels() if plain else None
-    if kernels is not None and kernels.can_multiply(weight, gated):
+    if kernels is not None and kernels.can_multiply(weight):
         return PackedProduct(weight, kernels, gated)
     return _with_silu_mul(lambda x: F.linear(x, weight), gated)
 
@@ -154,7 +154,13 @@ def _with_silu_mul(product: Product, gated: bool) -> Product:
     return gated_product if gated else product
 
 
+def blocks_bf16() -> bool:
+    """Whether torch has oneDNN's blocked weights, and the processor what they take in bf16: AVX2 alone is too little."""
+    operators: Any = torch.ops.mkldnn
+    return hasattr(operators, "_reorder_linear_weight") and bool(operators._is_mkldnn_bf16_supported())
+
+
 def _has_amx() -> bool:
     """Whether the processor has matrix tiles, where oneDNN is faster than AVX-512 products, and torch its operators."""
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return bool(has_tiles) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return bool(has_tiles) and blocks_bf16()

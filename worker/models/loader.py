@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from depthbatch.common.config import DTYPE_NAMES, LOAD_FORMATS, STATE_INITS
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.worker.layers.int8 import SCALE_BYTES, Weight
@@ -31,10 +32,8 @@ from depthbatch.worker.models.interface import LoopedModel, ModelSpec
 from depthbatch.worker.models.registry import find_family
 from depthbatch.worker.models.tensor_parallel import ONE_RANK, TensorParallel, degrees, spelt
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 INT8_TYPES = (torch.bfloat16, torch.float32)  # of activations that are quantised
-LOAD_FORMATS = ("auto", "dummy")
-STATE_INITS = ("zero", "seeded")
 
 
 @dataclass(frozen=True)

@@ -54,13 +54,6 @@ INLINE vf reduce_lanes(const __m512 *a) {
 #define GET scalar_get_f32
 #define PUT scalar_put_f32
 #include "attention_impl.h"
-#undef T
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef ROUND
-#undef GET
-#undef PUT
 
 #define T bf16
 #define NAME(x) x##_bf16

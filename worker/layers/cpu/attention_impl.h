@@ -365,3 +365,12 @@ void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallAr
     }
     team_barrier(barrier);
 }
+
+/* for the next type */
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef ROUND
+#undef GET
+#undef PUT

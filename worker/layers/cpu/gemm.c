@@ -49,15 +49,6 @@ EXPORT void db_pack(char *packed, const char *weight, int64_t cols, int64_t k, i
 #define LOAD_OPERAND(p) _mm512_loadu_ps(p)
 #include "gemm_store.h"
 #include "gemm_impl.h"
-#undef T
-#undef NAME
-#undef STORE
-#undef VROUND
-#undef K_STEP
-#undef BROADCAST
-#undef MULTIPLY_ADD
-#undef OPERAND
-#undef LOAD_OPERAND
 
 INLINE __m512bh broadcast_pair(const bf16 *p) {
     int32_t pair;
@@ -76,15 +67,6 @@ INLINE __m512bh broadcast_pair(const bf16 *p) {
 #define LOAD_OPERAND(p) (__m512bh)_mm512_loadu_si512(p)
 #include "gemm_store.h"
 #include "gemm_impl.h"
-#undef T
-#undef NAME
-#undef STORE
-#undef VROUND
-#undef K_STEP
-#undef BROADCAST
-#undef MULTIPLY_ADD
-#undef OPERAND
-#undef LOAD_OPERAND
 
 /* out [n, cols] = x [n, k] @ weight.T; gated: out [n, cols] = silu(gate) * up, cols of each. */
 EXPORT void db_linear_f32(float *out, const float *x, const float *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {

@@ -63,3 +63,14 @@ void NAME(gemm_team)(
     }
     team_barrier(barrier);
 }
+
+/* for the next type */
+#undef T
+#undef NAME
+#undef STORE
+#undef VROUND
+#undef K_STEP
+#undef BROADCAST
+#undef MULTIPLY_ADD
+#undef OPERAND
+#undef LOAD_OPERAND

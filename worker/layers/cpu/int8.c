@@ -132,12 +132,6 @@ INLINE void scale_tile(int32_t *sums, int64_t rows, const int8_t *x, int64_t str
 #define GET scalar_get_f32
 #include "gemm_store.h"
 #include "int8_impl.h"
-#undef T
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef VROUND
-#undef GET
 
 #define T bf16
 #define NAME(x) x##_bf16

@@ -79,3 +79,11 @@ void NAME(int8_team)(
     amx_done();
     team_barrier(barrier);
 }
+
+/* for the next type */
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef VROUND
+#undef GET

@@ -77,11 +77,10 @@ class Kernels:
         library.db_multiply.argtypes, library.db_multiply.restype = (I64, I32, PTR), I64
         self.multiply: Callable[..., int] = library.db_multiply
 
-    def can_multiply(self, weight: torch.Tensor, gated: bool) -> bool:
+    def can_multiply(self, weight: torch.Tensor) -> bool:
         """Whether the matrix products take a weight [out, in]."""
         kernels = self.by_type.get(weight.dtype)
-        even = weight.shape[1] % 2 == 0 and not (gated and weight.shape[0] % 2)
-        return kernels is not None and kernels.linear is not None and even
+        return kernels is not None and kernels.linear is not None and weight.shape[1] % 2 == 0
 
     def pack(self, weight: torch.Tensor, gated: bool) -> torch.Tensor:
         """Weight [out, in] in the order the matrix products read it; gated: see gemm.h."""

@@ -16,14 +16,6 @@
 #define GET scalar_get_f32
 #define PUT scalar_put_f32
 #include "small_impl.h"
-#undef T
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef VROUND
-#undef ROUND
-#undef GET
-#undef PUT
 
 #define T bf16
 #define NAME(x) x##_bf16

@@ -110,3 +110,13 @@ EXPORT void NAME(db_rope)(
         }
     }
 }
+
+/* for the next type */
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef VROUND
+#undef ROUND
+#undef GET
+#undef PUT

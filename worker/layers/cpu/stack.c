@@ -14,10 +14,6 @@
 #define GET scalar_get_f32
 #define PUT scalar_put_f32
 #include "stack_impl.h"
-#undef T
-#undef NAME
-#undef GET
-#undef PUT
 
 #define T bf16
 #define NAME(x) x##_bf16

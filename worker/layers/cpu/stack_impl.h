@@ -88,3 +88,9 @@ static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const 
         NAME(join_branch)(stack, call, call->out, block->norm_mlp_out, next_norm, last, n, barrier);
     }
 }
+
+/* for the next type */
+#undef T
+#undef NAME
+#undef GET
+#undef PUT
