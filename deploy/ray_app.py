@@ -24,11 +24,12 @@ from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp
 
-from depthbatch.common.config import FIELDS, EngineConfig, Natural, Option, Options, option, options_of
+from depthbatch.common.config import FIELDS, EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, EngineDeadError
 from depthbatch.common.logging import setup_logging
 from depthbatch.common.messages import EngineInfo
 from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.common.options import Natural, Option, Options, option, options_of
 from depthbatch.common.stats import CoreStats
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.background import background

@@ -9,10 +9,11 @@ import pytest
 from depthbatch.benchmarks.sources import import_file
 from depthbatch.benchmarks.sweep import read_sweep
 from depthbatch.benchmarks.workload import Workload
-from depthbatch.common.config import read_toml
+from depthbatch.common.config import FIELDS
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.grammar_host import GrammarHost
 from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.common.options import read_toml
 from depthbatch.frontend.prompts import sampling_defaults
 from depthbatch.training.corpus import read_rows
 from depthbatch.worker.device_profile import read_profile
@@ -38,7 +39,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a sweep": ("s.toml", read_sweep, SWEEP.read_text()),
     "a workload": ("w.json", Workload.read, WORKLOAD),
     "a data set": ("d.json", lambda path: import_file(path, "alpaca"), PAIRS),
-    "a configuration": ("c.toml", read_toml, "seed = 3\n"),
+    "a configuration": ("c.toml", lambda path: read_toml(path, FIELDS), "seed = 3\n"),
     "a model's configuration": ("config.json", read_json, '{"model_type": "ouro"}'),
     "sampling defaults": ("generation_config.json", lambda p: sampling_defaults(p.parent), '{"temperature": 0.5}'),
     "rows to train on": ("r.jsonl", lambda p: read_rows(p, list, 300, 8, 8), json.dumps({"token_ids": [1, 2]})),

@@ -13,8 +13,9 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
-from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, to_toml
+from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources
 from depthbatch.common.errors import RequestError
+from depthbatch.common.options import to_toml
 from depthbatch.common.text_files import decode_text
 from depthbatch.deploy.cli.request_options import DEMOS
 from depthbatch.frontend.llm import LLM

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = getattr(arguments, "run", None)
         if run is None:
             parser.error("no command; see depthbatch --help")
-        from depthbatch.common.config import check_environment
+        from depthbatch.common.options import check_environment
         from depthbatch.frontend.http.settings import OPTION_NAMES
 
         check_environment(os.environ, OPTION_NAMES)

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Mapping
 
-from depthbatch.common.config import FIELDS, Option
+from depthbatch.common.config import FIELDS
+from depthbatch.common.options import Option
 from depthbatch.frontend.http.settings import HTTP_FIELDS
 
 HEADER = """# Options

@@ -5,8 +5,9 @@ import signal
 
 import msgspec
 
-from depthbatch.common.config import add_config_arguments, add_option_arguments, to_toml
+from depthbatch.common.config import add_config_arguments
 from depthbatch.common.model_dir import resolve_model_dir
+from depthbatch.common.options import add_option_arguments, to_toml
 from depthbatch.frontend.http.settings import HTTP_FIELDS, configs_from_sources
 
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 import httpx
 
-from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources, values_from_sources
+from depthbatch.common.config import FIELDS, add_config_arguments, config_from_sources
 from depthbatch.common.errors import FAULT, ConfigError, EngineDeadError, OverloadedError, RequestError
+from depthbatch.common.options import values_from_sources
 from depthbatch.deploy.cli.request_options import DEMOS, SHARED_OPTIONS
 from depthbatch.frontend.output import mean_decode_depth
 from depthbatch.frontend.params import add_number_argument

@@ -9,16 +9,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from depthbatch.common.config import FIELDS as ENGINE_FIELDS
-from depthbatch.common.config import (
-    EngineConfig,
-    Natural,
-    Options,
-    check_environment,
-    option,
-    options_of,
-    values_from_sources,
-)
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.options import Natural, Options, check_environment, option, options_of, values_from_sources
 from depthbatch.frontend.processes import MAX_FRONTENDS
 from depthbatch.frontend.zmq_keys import ServerKeys, check_address
 

@@ -7,15 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from depthbatch.common.config import (
-    FIELD_NAMES,
-    EngineConfig,
-    add_config_arguments,
-    config_from_sources,
-    read_toml,
-    to_toml,
-)
+from depthbatch.common.config import FIELD_NAMES, FIELDS, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.options import read_toml, to_toml
 
 # a value for every field that is valid and not the default
 OTHER: dict[str, Any] = {
@@ -98,7 +92,7 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
     for config in (EngineConfig(), EngineConfig(**ALL_OF_REFILL), EngineConfig(**ALL_OF_AUTO)):
         file = tmp_path / "printed.toml"
         file.write_text(to_toml(config))
-        assert EngineConfig.from_values(read_toml(file)) == config
+        assert EngineConfig.from_values(read_toml(file, FIELDS)) == config
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from depthbatch.common.config import EngineConfig, read_toml, to_toml
+from depthbatch.common.config import FIELDS, EngineConfig
 from depthbatch.common.errors import ConfigError, DecodeError, RequestError
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import (
@@ -45,6 +45,7 @@ from depthbatch.common.messages import (
     WorkerMessage,
     WorkerReady,
 )
+from depthbatch.common.options import read_toml, to_toml
 from depthbatch.frontend.params import RequestDefaults
 from depthbatch.frontend.zmq_api import ApiRequest, SubmitVerb, _params
 from depthbatch.scheduler.config import SchedulerConfig
@@ -229,7 +230,7 @@ def test_configuration(pytestconfig: pytest.Config, tmp_path: Path) -> None:
         allowed(lambda d=damaged: EngineConfig.from_json(d), (ConfigError,), damaged)
         data = damaged_bytes(text.encode(), rng)
         file.write_bytes(data)
-        read += allowed(lambda: EngineConfig.from_values(read_toml(file)), (ConfigError,), data) is not None
+        read += allowed(lambda: EngineConfig.from_values(read_toml(file, FIELDS)), (ConfigError,), data) is not None
     assert read
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from depthbatch.common.config import FIELDS, add_config_arguments, add_option_arguments, to_toml
+from depthbatch.common.config import FIELDS, add_config_arguments
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.options import add_option_arguments, to_toml
 from depthbatch.deploy.cli.main import main
 from depthbatch.frontend.http.settings import HTTP_FIELDS, HttpConfig, configs_from_sources
 
