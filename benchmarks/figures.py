@@ -1,18 +1,16 @@
-"""All pictures of benchmark results (matplotlib, an optional dependency): of sweeps, of their inputs, of accuracy.
+"""All pictures of benchmark results (matplotlib, an optional dependency): of sweeps, of their inputs, of accuracy."""
 
-A sweep's figure is a map: ``file``, ``x``, ``y``, ``lines``, and optionally ``panels``, ``where`` (axis -> value: only rows that
-have them), ``bounds`` (more keys of the rows, drawn dashed), ``log_x``, ``log_y``, ``x_label``, ``y_label``, ``y_max``. ``lines`` and ``panels`` are axes of the sweep, ``x``
-is an axis or a key of the rows, ``y`` a key of the rows.
-"""
-
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from depthbatch.benchmarks.sources import load_workload
 from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, LENGTH_LAWS, OURO_EXITS
+from depthbatch.common.arguments import output_file
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
 from depthbatch.worker.device_profile import DeviceProfile
@@ -21,21 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
-_KEYS = {
-    "file",
-    "x",
-    "y",
-    "lines",
-    "panels",
-    "where",
-    "bounds",
-    "log_x",
-    "log_y",
-    "x_label",
-    "y_label",
-    "y_max",
-    "title",
-}
+PICTURES = (".pdf", ".png", ".svg")
 _LABELS = {
     "relative_to_cb": "throughput / CB",
     "tokens_per_s": "tokens/s",
@@ -60,6 +44,38 @@ _PICTURE_REQUESTS = 20_000
 _OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:cyan", "tab:olive", "k", "y")
 
 
+class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a sweep file says of a figure: ``lines``, ``panels`` and ``where`` are axes of the sweep, ``x`` is an axis or a key
+    of the rows, ``y`` and ``bounds`` (drawn dashed) are keys of the rows. ``where``: only rows that have these values."""
+
+    file: str
+    x: str
+    y: str
+    lines: str
+    panels: str | None = None
+    where: dict[str, Any] = {}
+    bounds: list[str] = []
+    log_x: bool = False
+    log_y: bool = False
+    x_label: str = ""
+    y_label: str = ""
+    y_max: float = 0.0
+    title: str = ""
+
+    @property
+    def axes(self) -> set[str]:
+        """All that must be axes."""
+        return {self.lines, *self.where} | ({self.panels} if self.panels else set())
+
+
+def picture_file(text: str) -> Path:
+    """The path of a picture that can be written, for argparse."""
+    path = Path(output_file(text))
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends with {', '.join(PICTURES)}")
+    return path
+
+
 def import_pyplot() -> Any:
     """matplotlib.pyplot without a display; ConfigError says what to install."""
     try:
@@ -73,13 +89,10 @@ def import_pyplot() -> Any:
 
 
 def draw(rows: Sequence[Row], figure: Mapping[str, Any], title: str, path: Path) -> None:
-    """Draws one figure to a PNG file. Raises ConfigError for an unknown key or a column that the rows lack."""
-    unknown = sorted(set(figure) - _KEYS)
-    if unknown:
-        raise ConfigError(f"figure {figure.get('file')}: unknown key {', '.join(unknown)}")
+    """Draws one ``Figure``, as the sweep file has it. Raises ConfigError for a column that the rows lack."""
     rows = [row for row in rows if all(row[f"axis_{axis}"] == v for axis, v in figure.get("where", {}).items())]
-    for column in (figure["y"], *figure.get("bounds", ())):
-        if not rows or column not in rows[0]:
+    for column in (figure["x"], figure["y"], *figure.get("bounds", ())):
+        if not rows or not {column, f"axis_{column}"} & rows[0].keys():
             raise ConfigError(f"figure {figure['file']}: the results have no {column!r}")
     plt = import_pyplot()
     panel_axis = figure.get("panels")

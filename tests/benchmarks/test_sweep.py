@@ -6,18 +6,10 @@ from pathlib import Path
 import pytest
 
 from depthbatch.benchmarks import sweep as module
-from depthbatch.benchmarks import tables
+from depthbatch.benchmarks import sweep_runs, tables
 from depthbatch.benchmarks.made_up_profiles import profile_by_name, random_profile, relative_exits
-from depthbatch.benchmarks.sweep import (
-    Policy,
-    add_sweep_arguments,
-    exit_weights,
-    read_sweep,
-    run_settings,
-    run_sweep,
-    steady_requests,
-    with_boundary_layers,
-)
+from depthbatch.benchmarks.sweep import add_sweep_arguments, read_sweep, run_settings, run_sweep
+from depthbatch.benchmarks.sweep_runs import Policy, exit_weights, steady_requests, with_boundary_layers
 from depthbatch.benchmarks.tables import Cell, auto_ratios, auto_table, memory_table
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
@@ -45,6 +37,9 @@ bounds = ["s_e2e"]
 """
 
 
+FIGURE = "[axes]\nprofile = ['x']\n[[figures]]\n{}\ny = 's_dec'\nlines = '{}'\n"
+
+
 def test_sweep_writes_rows_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SWEEP)
@@ -67,8 +62,8 @@ def test_rows_are_simulated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "s.toml"
     path.write_text(SWEEP)
     calls = []
-    real = module.run_policy
-    monkeypatch.setattr(module, "run_policy", lambda *args, **kw: calls.append(1) or real(*args, **kw))
+    real = sweep_runs.run_policy
+    monkeypatch.setattr(sweep_runs, "run_policy", lambda *args, **kw: calls.append(1) or real(*args, **kw))
     run_settings(read_sweep(path))
     assert len(calls) == 7
 
@@ -116,22 +111,75 @@ def test_higher_rate_waits_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("axes = 3", "no table"),
-        ("[axes]\nw = [4]", "with a profile"),
+        ("axes = 3", r"Expected `object`, got `int` - at `\$.axes`"),
+        ("[axes]\nw = [4]", "no axis profile"),
         ("[axes]\nprofile = ['x']\nwidth = [4]", "unknown axis 'width'"),
-        ("[axes]\nprofile = 'x'", "must be a list"),
-        ("colour = 1\n[axes]\nprofile = ['x']", "unknown key 'colour'"),
-        ("runner = 'walk'\n[axes]\nprofile = ['x']", "runner 'walk'"),
-        ("summary = 'all'\n[axes]\nprofile = ['x']", "summary 'all'"),
+        ("[axes]\nprofile = 'x'", "Expected `array`"),
+        ("[axes]\nprofile = []", "length >= 1"),
+        ("colour = 1\n[axes]\nprofile = ['x']", "unknown field `colour`"),
+        ("runner = 'walk'\n[axes]\nprofile = ['x']", r"Invalid enum value 'walk' - at `\$.runner`"),
+        ("summary = 'all'\n[axes]\nprofile = ['x']", r"Invalid enum value 'all' - at `\$.summary`"),
+        ("requests = -3\n[axes]\nprofile = ['x']", r"`int` >= 1 - at `\$.requests`"),
+        ("seed = -1\n[axes]\nprofile = ['x']", r"`int` >= 0 - at `\$.seed`"),
+        ("[axes]\nprofile = [3]", "axis profile: Expected `str`, got `int`, 3"),
+        ("[axes]\nprofile = ['x']\nw = [4, 0]", "axis w: Expected `int` >= 1, 0"),
+        ("[axes]\nprofile = ['x']\nrate = [0]", "axis rate: Expected `float` > 0.0, 0"),
         ("[axes]\nprofile = ['x']\nitl_target_ms = [50]", "are given together"),
+        ("[axes]\nprofile = ['x']\nswap_space = [4]", "need kv_capacity"),
+        ("w_by_workload = {alpaca = 3}\n[axes]\nprofile = ['x']\nw = [4]", "one of them"),
+        (FIGURE.format("file = 'f.png'", "w"), "missing required field `x`"),
+        (FIGURE.format("file = 'f.png'\nx = 'w'", "width"), "figure f.png: width is no axis"),
+        (FIGURE.format("file = 'f.foo'\nx = 'w'", "w"), "ends with .pdf, .png, .svg"),
+        (FIGURE.format("file = 'no/f.png'\nx = 'w'", "w"), "is not the name of a file"),
+        (FIGURE.format("file = 'f.png'\nx = 'w'\ncolour = 'red'", "w"), "unknown field `colour`"),
         ("not toml", "not TOML"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    """Bugs: numbers, figures and axes of other types were found out in the middle of a run, by a traceback."""
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         read_sweep(path)
+    assert "bad.toml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("kv_capacity = [0.5]\npreemption = ['recompute:x']", "preemption 'recompute:x': 'x' is not a number"),
+        ("kv_capacity = [0.5]\npreemption = ['recompute:2']", "kv_headroom must be between 0.0 and 0.9, not 2.0"),
+        ("kv_capacity = [0.5]\npreemption = ['walk']", "preemption must be one of off, recompute, offload, not 'walk'"),
+        ("speculation = ['2:x']", "speculation '2:x' is not N:D"),
+        ("speculation = ['2:0']", "draft_depth must be at least 1, not 0"),
+        ("policy = ['refill', 'fast']", "policy 'fast' is not one of"),
+        ("exits = ['q=7']", "exits 'q=7' is not"),
+        ("draft_acceptance = [{1 = 0.9, 2 = 0.1}]", "do not fall with depth"),
+        ("kv_layout = ['flat']", "kv_layout must be one of"),
+    ],
+)
+def test_no_setting_is_run_before_all_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: str, message: str
+) -> None:
+    """Bugs: a headroom or draft depth that was no number ended in a traceback, and a bad policy hours after the start."""
+    path = tmp_path / "bad.toml"
+    path.write_text(f"requests = 4\n[axes]\nprofile = ['h100-ouro-1.4b']\n{axes}\n")
+    monkeypatch.setattr(sweep_runs, "run_policy", None)  # nothing may get as far
+    with pytest.raises(ConfigError, match=message):
+        run_settings(read_sweep(path))
+
+
+def test_acceptance_reaches_the_processes(tmp_path: Path) -> None:
+    """Bug: under runner "throughput" the axis was ignored, and the device took its own default."""
+    path = tmp_path / "t.toml"
+    axes = 'profile = ["h100-ouro-1.4b"]\nworkload = ["alpaca"]\nw = [4]\nspeculation = ["2:1"]\n'
+    start = f'runner = "throughput"\nrequests = 4\n[axes]\n{axes}'
+    path.write_text(start + "draft_acceptance = [0.0, 1.0]\n")
+    rows = run_settings(read_sweep(path))
+    assert {row["axis_draft_acceptance"]: row["acceptance"] for row in rows} == {None: None, 0.0: 0.0, 1.0: 1.0}
+    path.write_text(start + "draft_acceptance = [{1 = 0.5}]\n")
+    with pytest.raises(ConfigError, match="draft_acceptance by depth needs runner 'simulate'"):
+        run_settings(read_sweep(path))
 
 
 def test_exits_by_name() -> None:
@@ -230,8 +278,8 @@ def test_targets_reach_the_objective_and_no_other_policy(monkeypatch: pytest.Mon
     axes = 'profile = ["h100-ouro-1.4b"]\nworkload = ["alpaca"]\npolicy = ["refill", "auto:latency"]\nw = [4]\nrate = [4]\n'
     path.write_text("requests = 20\n[axes]\n" + axes + "ttft_target_ms = [1e9]\nitl_target_ms = [1, 1e9]\n")
     seen: list[dict[str, object]] = []
-    real = module.run_policy
-    monkeypatch.setattr(module, "run_policy", lambda *args, **kw: seen.append(kw) or real(*args, **kw))
+    real = sweep_runs.run_policy
+    monkeypatch.setattr(sweep_runs, "run_policy", lambda *args, **kw: seen.append(kw) or real(*args, **kw))
     rows = [row for row in run_settings(read_sweep(path)) if row["axis_policy"] != "cb"]
     assert [kw.get("itl_target_ms") for kw in seen if kw["objective"] == "latency"] == [1, 1e9]
     assert {kw.get("itl_target_ms") for kw in seen if kw["objective"] != "latency"} == {None}
@@ -262,8 +310,8 @@ def test_grid_resumes_and_summarises(
     path, rows_file = tmp_path / "grid.toml", tmp_path / "grid.jsonl"
     path.write_text(GRID)
     calls: list[str] = []
-    real = module.run_policy
-    monkeypatch.setattr(module, "run_policy", lambda *args, **kw: calls.append(kw["policy"]) or real(*args, **kw))
+    real = sweep_runs.run_policy
+    monkeypatch.setattr(sweep_runs, "run_policy", lambda *args, **kw: calls.append(kw["policy"]) or real(*args, **kw))
     parser = OneLineParser()
     add_sweep_arguments(parser)
 

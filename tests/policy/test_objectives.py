@@ -13,7 +13,8 @@ import depthbatch.benchmarks as benchmarks
 from depthbatch.benchmarks.made_up_profiles import profile_by_name
 from depthbatch.benchmarks.simulate import run_policy
 from depthbatch.benchmarks.sources import load_workload
-from depthbatch.benchmarks.sweep import exit_weights, read_sweep, run_settings
+from depthbatch.benchmarks.sweep import read_sweep, run_settings
+from depthbatch.benchmarks.sweep_runs import exit_weights
 from depthbatch.benchmarks.tables import Cell
 from depthbatch.common.gates import Gate
 from depthbatch.scheduler.policy.prefill_pacing import DecodeForecast, LatencyTargets, Pacing, PrefillCost
