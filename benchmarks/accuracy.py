@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
+from depthbatch.benchmarks.figures import draw_accuracy, import_pyplot
 from depthbatch.benchmarks.questions import MATCHES, Question, heldout_questions, prompts_of, read_questions
-from depthbatch.benchmarks.record import write_json
-from depthbatch.common.arguments import output_file
+from depthbatch.benchmarks.record import add_output_argument, write_json
+from depthbatch.common.arguments import natural, output_directory, positive, seed
 from depthbatch.common.config import (
     FIELD_NAMES,
     MAX_DRAFT_LANES,
@@ -58,18 +59,20 @@ def add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--match", choices=MATCHES, default="exact", help="how answers to --questions are judged")
     parser.add_argument(
-        "--answer-tokens", type=int, default=0, help="most of an answer to --questions (default: its length)"
+        "--answer-tokens", type=natural, default=0, help="most of an answer to --questions (default: its length)"
     )
     parser.add_argument(
         "--chat", action="store_true", help="each prompt is a user's message in the model's chat template"
     )
     parser.add_argument(
-        "--examples", type=int, default=None, help=f"how many questions (default {EXAMPLES}, or all of a file)"
+        "--examples", type=positive, default=None, help=f"how many questions (default {EXAMPLES}, or all of a file)"
     )
-    parser.add_argument("--task-seed", type=int, default=0, help="which held-out questions are drawn")
+    parser.add_argument("--task-seed", type=seed, default=0, help="which held-out questions are drawn")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_EXAMPLES} questions and fewer settings")
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
-    parser.add_argument("--figures", metavar="DIR", type=Path, help="draw accuracy against depth into this directory")
+    add_output_argument(parser)
+    parser.add_argument(
+        "--figures", metavar="DIR", type=output_directory, help="draw accuracy against depth into this directory"
+    )
     add_config_arguments(parser, [n for n in FIELD_NAMES if n not in ("model", "gate", "exit_threshold")])
 
 
@@ -82,40 +85,27 @@ def run_accuracy(args: argparse.Namespace) -> int:
     config = config_from_sources(args, model=args.model)
     if config.policy == "cb":
         raise ConfigError("policy cb runs every token at full depth: there is no depth to measure accuracy against")
-    _check_figures(args.figures)
+    if args.figures is not None:
+        import_pyplot()
     report = measure(config, questions, args.quick, args.chat)
     drawn = {"task_seed": args.task_seed} if args.questions is None else {"questions": args.questions.name}
     report = {"model": Path(config.model).name, "examples": len(questions)} | drawn | report
     print(tables(report), file=sys.stderr)
     write_json(report, args.output)
     if args.figures is not None:
-        from depthbatch.benchmarks.figures import draw_accuracy
-
         args.figures.mkdir(parents=True, exist_ok=True)
         draw_accuracy(report, args.figures)
     return 0
 
 
 def _questions(args: argparse.Namespace) -> list[Question]:
-    if args.examples is not None and args.examples < 1:
-        raise ConfigError(f"--examples must be at least 1, not {args.examples}")
     if args.questions is None:
         if args.match != "exact" or args.answer_tokens:
             raise ConfigError("--match and --answer-tokens need --questions: the demo task has short, exact answers")
         return heldout_questions(args.task_seed, args.examples or (QUICK_EXAMPLES if args.quick else EXAMPLES))
-    if args.answer_tokens < 0 or (args.match != "exact" and not args.answer_tokens):
+    if args.match != "exact" and not args.answer_tokens:
         raise ConfigError(f"--answer-tokens must say how long an answer may be, not {args.answer_tokens}")
     return read_questions(args.questions, args.match, args.answer_tokens)[: args.examples]
-
-
-def _check_figures(figures: Path | None) -> None:
-    """What would fail at the end of a long run fails at its start."""
-    if figures is not None:
-        from depthbatch.benchmarks.figures import import_pyplot
-
-        import_pyplot()
-        if figures.exists() and not figures.is_dir():
-            raise ConfigError(f"--figures {figures} is not a directory")
 
 
 # --- what is asked

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from depthbatch.common.arguments import positive
 from depthbatch.worker.models.loader import DTYPES
 from depthbatch.worker.models.tensor_parallel import TensorParallel
 
@@ -20,9 +21,9 @@ LAYERS, LOOPS = 24, 4  # of Ouro-1.4B, for the figure a token
 
 def add_all_reduce_arguments(parser: argparse.ArgumentParser) -> None:
     """Ranks and shapes."""
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=2048, help="numbers of a row")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="rows of a step")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--hidden", type=positive, default=2048, help="numbers of a row")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64], help="rows of a step")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
 
 

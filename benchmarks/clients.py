@@ -20,6 +20,7 @@ from depthbatch.benchmarks.workload import WorkloadRequest
 from depthbatch.common.errors import ConfigError
 
 _MAX_LINE_BYTES = 1 << 20
+ANSWER_S = 10  # of a server that is there
 
 
 class ServerError(Exception):
@@ -48,11 +49,14 @@ class Endpoint:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Raises ConfigError for a URL that is not http or https."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:  # of a port, or of brackets
+            raise ConfigError(f"url {url!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url {url!r}: not an http or https address")
-        self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.host, self.port = parts.hostname, port
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = f"Host: {self.host}:{self.port}\r\nConnection: close\r\nAccept-Encoding: identity\r\n"
@@ -164,14 +168,27 @@ class NativeClient:
     """One DEALER; a task hands every message to the request it belongs to."""
 
     def __init__(self, address: str) -> None:
+        """Raises ConfigError for what is no address."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise ConfigError(f"url {address!r}: not http or https, nor an address of zmq ({error.strerror})") from None
         self._ids = itertools.count()
         self._inboxes: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self._receiver: asyncio.Task[None] | None = None
+
+    async def wait_for_server(self) -> None:
+        """Before the first request. Raises ServerError where nobody answers: zmq would wait for ever."""
+        await self._socket.send(msgpack.packb({"verb": "health"}))
+        if not await self._socket.poll(1000 * ANSWER_S):
+            raise ServerError(f"no answer within {ANSWER_S} s")
+        await self._socket.recv()
 
     async def stream(self, request: WorkloadRequest, prompt: list[int]) -> AsyncIterator[Piece]:
         """Sends a request and yields its pieces. Raises ServerError on an error message."""

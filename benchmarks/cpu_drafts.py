@@ -70,13 +70,12 @@ def add_cpu_drafts_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cpu_drafts(args: argparse.Namespace) -> dict[str, Any]:
     """By number of streams. Raises ConfigError, ModelError, EngineDeadError."""
-    for name in ("requests_per_stream", "tokens"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if min(args.streams) < 1:
-        raise ConfigError(f"streams must be at least 1, not {min(args.streams)}")
     config = msgspec.structs.replace(
-        config_from_sources(args, model=args.model), device="cpu", kv_layout="last_exited", generation_config="off"
+        config_from_sources(args, model=args.model),
+        device="cpu",
+        kv_layout="last_exited",
+        generation_config="off",
+        prefix_caching="off",
     )
     if not config.draft_lanes:
         raise ConfigError("bench cpu drafts needs --speculation")

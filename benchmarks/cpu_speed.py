@@ -32,12 +32,12 @@ from depthbatch.benchmarks.cpu_drafts import add_cpu_drafts_arguments, run_cpu_d
 from depthbatch.benchmarks.cpu_step import SHAPES, add_step_arguments, kernels_in_use, run_step
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.plain_loop import PlainLoop
-from depthbatch.benchmarks.record import Record, print_table, write_json
+from depthbatch.benchmarks.record import Record, add_output_argument, print_table, write_json
 from depthbatch.benchmarks.throughput import measure
 from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import output_file
-from depthbatch.common.config import EngineConfig
+from depthbatch.common.arguments import positive, seconds
+from depthbatch.common.config import ASYNC_MODES, KV_LAYOUTS, EngineConfig
 from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_LANE, ROW_POSITION, ROW_SLOT, Stage
 from depthbatch.common.messages import StageBatch
 from depthbatch.frontend.llm import LLM
@@ -53,31 +53,29 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, each with options of its own."""
     what = parser.add_subparsers(metavar="WHAT", required=True)
     engine = what.add_parser("engine", help="the engine against a plain eager loop", allow_abbrev=False)
-    engine.add_argument("--w", type=int, default=32, help="W: most active sequences")
-    engine.add_argument("--rounds", type=int, default=4, help="requests per slot")
-    engine.add_argument("--layouts", nargs="+", default=["last_exited", "single"])
+    engine.add_argument("--w", type=positive, default=32, help="W: most active sequences")
+    engine.add_argument("--rounds", type=positive, default=4, help="requests per slot")
+    engine.add_argument("--layouts", nargs="+", choices=KV_LAYOUTS, default=["last_exited", "single"])
     policies = what.add_parser("policies", help="auto against the fixed policies", allow_abbrev=False)
-    policies.add_argument("--w", type=int, default=16, help="W: most active sequences")
-    policies.add_argument("--requests-per-slot", type=int, default=2)
-    policies.add_argument("--async-scheduling", default="lookahead")
-    policies.add_argument("--seconds", type=float, default=240.0, help="no round begins after so many, start included")
+    policies.add_argument("--w", type=positive, default=16, help="W: most active sequences")
+    policies.add_argument("--requests-per-slot", type=positive, default=2)
+    policies.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead")
+    policies.add_argument(
+        "--seconds", type=seconds, default=240.0, help="no round begins after so many, start included"
+    )
     step = what.add_parser("step", help="the kernels of a core step", allow_abbrev=False)
     add_step_arguments(step)
     sums = what.add_parser("all-reduce", help="what ranks pay to add up a layer's output", allow_abbrev=False)
     add_all_reduce_arguments(sums)
-    sums.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
-    sums.set_defaults(measure=run_all_reduce)
     drafts = what.add_parser("drafts", help="speculation beside none, with a real model", allow_abbrev=False)
     add_cpu_drafts_arguments(drafts)
-    drafts.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
-    drafts.set_defaults(measure=run_cpu_drafts)
-    for one, run, threads in ((engine, run_engine, None), (policies, run_policies, 1), (step, run_step, None)):
+    for one, threads in ((engine, None), (policies, 1), (step, None)):
         one.add_argument(
-            "--threads", type=int, default=threads, help=f"of a worker (default: {threads or 'torch decides'})"
+            "--threads", type=positive, default=threads, help=f"of a worker (default: {threads or 'torch decides'})"
         )
-        one.add_argument(
-            "--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)"
-        )
+    runs = {engine: run_engine, policies: run_policies, step: run_step, sums: run_all_reduce, drafts: run_cpu_drafts}
+    for one, run in runs.items():
+        add_output_argument(one)
         one.set_defaults(measure=run)
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthbatch.benchmarks.plain_loop import Shape
+from depthbatch.common.arguments import positive, seconds
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.cpu import CpuAttention
@@ -25,7 +26,7 @@ from depthbatch.worker.layers.blocks import Block, BlockStack
 from depthbatch.worker.layers.cpu.library import Kernels, cpu_kernels
 from depthbatch.worker.layers.cpu.memory import zeros_on_large_pages
 from depthbatch.worker.layers.int8 import Weight, quantize
-from depthbatch.worker.layers.linear import BlockedProduct, GatedLinear, Linear
+from depthbatch.worker.layers.linear import BlockedProduct, GatedLinear, Linear, blocks_bf16
 from depthbatch.worker.layers.rotary import Rotation
 
 SHAPES = {
@@ -43,9 +44,9 @@ Runs = Mapping[str, Callable[[], object]]
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured."""
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["12x512"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--seconds", type=float, default=0.15, help="time for each figure")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--contexts", type=positive, nargs="+", default=[64, 256])
+    parser.add_argument("--seconds", type=seconds, default=0.15, help="time for each figure")
 
 
 def kernels_in_use() -> Kernels:
@@ -144,7 +145,7 @@ class LinearBench:
         self.weights = [random_matrix(*self.shape) for _ in range(self.layers)]
         self.packed = [Linear(w) for w in self.weights]
         self.int8 = [Linear(quantize(w)) for w in self.weights]
-        self.blocked = [BlockedProduct(w) for w in self.weights] if hasattr(torch.ops, "mkldnn") else []
+        self.blocked = [BlockedProduct(w) for w in self.weights] if blocks_bf16() else []
 
     def rows(self, batch: int, machine: Machine, seconds: float) -> list[Row]:
         x = torch.randn(batch, self.shape[1]).bfloat16()

@@ -13,8 +13,8 @@ import time
 import numpy as np
 import zmq
 
-from depthbatch.benchmarks.record import write_json
-from depthbatch.common.arguments import output_file
+from depthbatch.benchmarks.record import add_output_argument, write_json
+from depthbatch.common.arguments import positive
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
@@ -104,9 +104,9 @@ def measure(profile_name: str, count: int, in_flight: int, rows: int) -> dict[st
 def add_device_clock_arguments(parser: argparse.ArgumentParser) -> None:
     """Profile and size."""
     parser.add_argument("profile", metavar="PROFILE", help="device profile: a file, or the name of a shipped one")
-    parser.add_argument("--stages", type=int, default=500)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--stages", type=positive, default=500)
+    parser.add_argument("--rows", type=positive, default=64)
+    add_output_argument(parser)
 
 
 def run_device_clock(args: argparse.Namespace) -> int:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import httpx
 from tqdm import tqdm
 
-from depthbatch.benchmarks.record import write_json
-from depthbatch.common.arguments import output_file
+from depthbatch.benchmarks.figures import draw_scores, import_pyplot, picture_file
+from depthbatch.benchmarks.record import add_output_argument, write_json
+from depthbatch.common.arguments import loops, natural, positive, seed, threshold
 from depthbatch.common.errors import ConfigError, DepthbatchError
 
 Row = dict[str, Any]
@@ -51,21 +52,21 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="a running server, as http://HOST:PORT")
     parser.add_argument("--lm-eval", metavar="TASK", action="append", default=[], help="task of lm-eval; repeat")
     parser.add_argument("--reasoning-gym", metavar="TASK", action="append", default=[], help="its task; repeat")
-    parser.add_argument("--num-loops", metavar="N", type=int, action="append", default=[], help="fixed depth; repeat")
-    parser.add_argument("--exit-threshold", metavar="T", type=float, action="append", default=[], help="repeat")
+    parser.add_argument("--num-loops", metavar="N", type=loops, action="append", default=[], help="fixed depth; repeat")
+    parser.add_argument("--exit-threshold", metavar="T", type=threshold, action="append", default=[], help="repeat")
     parser.add_argument("--gate", help="of --exit-threshold (default: the server's)")
-    parser.add_argument("--size", type=int, default=100, help="most questions a task (default 100)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer to reasoning-gym (default 512)")
+    parser.add_argument("--size", type=positive, default=100, help="most questions a task (default 100)")
+    parser.add_argument("--max-tokens", type=positive, default=512, help="of an answer to reasoning-gym (default 512)")
     parser.add_argument(
-        "--num-fewshot", type=int, help="examples in front of a question of lm-eval (default: the task's)"
+        "--num-fewshot", type=natural, help="examples in front of a question of lm-eval (default: the task's)"
     )
     parser.add_argument("--include-path", type=Path, help="directory of further lm-eval tasks")
     parser.add_argument("--chat", action="store_true", help="questions are a user's messages, in the model's template")
     parser.add_argument("--instruction", default="", help="text behind every question of reasoning-gym")
-    parser.add_argument("--concurrency", type=int, default=16, help="requests at a time (default 16)")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions of reasoning-gym")
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
-    parser.add_argument("--figure", metavar="FILE.png", type=Path, help="draw scores against depth")
+    parser.add_argument("--concurrency", type=positive, default=16, help="requests at a time (default 16)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the questions of reasoning-gym")
+    add_output_argument(parser)
+    parser.add_argument("--figure", metavar="FILE.png", type=picture_file, help="draw scores against depth")
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -73,10 +74,10 @@ def run_eval(args: argparse.Namespace) -> int:
     server does not answer."""
     if not args.lm_eval and not args.reasoning_gym:
         raise ConfigError("no task: --lm-eval TASK or --reasoning-gym TASK")
-    if min(args.size, args.max_tokens, args.concurrency) < 1:
-        raise ConfigError("--size, --max-tokens and --concurrency must be at least 1")
     if args.gate is not None and not args.exit_threshold:
         raise ConfigError("--gate needs --exit-threshold")
+    if args.figure is not None:
+        import_pyplot()
     settings = [Setting(num_loops=n) for n in args.num_loops]
     settings += [Setting(exit_threshold=t, gate=args.gate) for t in args.exit_threshold]
     server = Server(args.url)
@@ -85,8 +86,6 @@ def run_eval(args: argparse.Namespace) -> int:
     print(table(rows), file=sys.stderr)
     write_json(report, args.output)
     if args.figure is not None:
-        from depthbatch.benchmarks.figures import draw_scores
-
         draw_scores(report, args.figure)
     return 0
 
@@ -164,6 +163,8 @@ class Server:
     def _checked(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             response = self._client.request(method, self.url + path, **options)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{self.url} is no address: {error}") from None
         except httpx.HTTPError as error:
             raise DepthbatchError(f"{self.url}{path} does not answer: {error}") from None
         if response.status_code != 200:

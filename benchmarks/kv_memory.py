@@ -20,17 +20,16 @@ from typing import Any
 import numpy as np
 
 from depthbatch.benchmarks.plain_loop import Shape
-from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.simulate import run_policy
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import output_file, positive
+from depthbatch.common.arguments import positive
 from depthbatch.common.config import EngineConfig
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.params import SamplingParams
 from depthbatch.worker.simulated import find_profile
 
 SHAPE = Shape(layers=1, hidden=128, heads=4, intermediate=512, vocab=264, loops=4)
-WHAT = ("hits", "misses", "copies")
 LENGTH = 4096  # tokens of the longest sequence
 OWN_TOKENS = 50  # of a prompt, behind what it shares
 MISS_TOKENS = 400  # of a prompt that shares nothing
@@ -38,25 +37,29 @@ COPIED_BLOCKS = 4096
 
 
 def add_kv_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    """What, on which device, and how much."""
-    parser.add_argument("what", metavar="WHAT", choices=WHAT, help=", ".join(WHAT))
-    parser.add_argument("--device", default="cpu", help="of hits: cpu, or simulated:PROFILE")
-    parser.add_argument("--profile", default="h100-ouro-1.4b", help="of misses: the device profile")
-    parser.add_argument("--requests", type=positive, default=200)
-    parser.add_argument(
-        "--prefix-tokens", type=positive, default=2000, help="tokens that all prompts of hits begin with"
-    )
-    parser.add_argument("--output-tokens", type=positive, default=20)
-    parser.add_argument("--w", type=positive, default=32, help="W: most active sequences")
-    parser.add_argument("--rounds", type=positive, default=12, help="of misses and copies")
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    """What, each with options of its own."""
+    what = parser.add_subparsers(metavar="WHAT", required=True)
+    hits = what.add_parser("hits", help="prompts that begin with the same tokens", allow_abbrev=False)
+    hits.add_argument("--device", default="cpu", help="cpu, or simulated:PROFILE")
+    hits.add_argument("--prefix-tokens", type=positive, default=2000, help="tokens that all prompts begin with")
+    misses = what.add_parser("misses", help="what the cache costs where nothing is alike", allow_abbrev=False)
+    misses.add_argument("--profile", default="h100-ouro-1.4b", help="the device profile")
+    copies = what.add_parser("copies", help="K/V to host memory and back", allow_abbrev=False)
+    for one in (hits, misses):
+        one.add_argument("--requests", type=positive, default=200)
+        one.add_argument("--output-tokens", type=positive, default=20)
+        one.add_argument("--w", type=positive, default=32, help="W: most active sequences")
+    for one in (misses, copies):
+        one.add_argument("--rounds", type=positive, default=12)
+    for one, run in ((hits, measure_hits), (misses, measure_misses), (copies, measure_copies)):
+        add_output_argument(one)
+        one.set_defaults(measure=run)
 
 
 def run_kv_memory(args: argparse.Namespace) -> int:
     """Measures one of WHAT. Raises ConfigError, EngineDeadError."""
     with dummy_model() as directory:
-        measure = {"hits": measure_hits, "misses": measure_misses, "copies": measure_copies}[args.what]
-        write_json(measure(args, directory), args.output)
+        write_json(args.measure(args, directory), args.output)
     return 0
 
 
@@ -69,16 +72,9 @@ def dummy_model() -> Iterator[str]:
         yield directory
 
 
-def engine_config(args: argparse.Namespace, directory: str, prefix_caching: str) -> EngineConfig:
-    return EngineConfig(
-        model=directory,
-        load_format="dummy",
-        device=args.device,
-        kv_layout="last_exited",
-        max_num_seqs=args.w,
-        max_model_len=LENGTH,
-        prefix_caching=prefix_caching,
-    )
+def engine_config(directory: str, **options: Any) -> EngineConfig:
+    """Of the model in ``directory``, a plane a loop."""
+    return EngineConfig(model=directory, load_format="dummy", kv_layout="last_exited", **options)
 
 
 def params(output_tokens: int) -> SamplingParams:
@@ -94,7 +90,19 @@ def measure_hits(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     shared = rng.integers(3, SHAPE.vocab, args.prefix_tokens).tolist()
     prompts = [[*shared, *rng.integers(3, SHAPE.vocab, OWN_TOKENS).tolist()] for _ in range(args.requests)]
     runs = {
-        caching: asyncio.run(serve(engine_config(args, directory, caching), prompts, args.output_tokens))
+        caching: asyncio.run(
+            serve(
+                engine_config(
+                    directory,
+                    device=args.device,
+                    max_num_seqs=args.w,
+                    max_model_len=LENGTH,
+                    prefix_caching=caching,
+                ),
+                prompts,
+                args.output_tokens,
+            )
+        )
         for caching in ("off", "on")
     }
     ratios = {name: runs["on"][name] / runs["off"][name] for name in runs["on"] if name != "cached_tokens"}
@@ -171,10 +179,10 @@ def measure_copies(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     from depthbatch.worker.build import build_runner
     from depthbatch.worker.host_kv import HostKV
 
-    config = engine_config(args, directory, "off")
+    config = engine_config(directory, device="cpu", kv_blocks=COPIED_BLOCKS, max_model_len=16)
     stages = build_runner(config).runner.stages
     backend: AttentionBackend = stages.backend
-    blocks = min(COPIED_BLOCKS, backend.geometry.num_blocks - 1)
+    blocks = COPIED_BLOCKS
     host = HostKV(backend, blocks)
     size = sum(cache[:planes].nbytes for cache, planes in zip(backend.k_cache, backend.geometry.planes, strict=True))
     total = 2 * size * blocks  # K and V

@@ -24,10 +24,9 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from depthbatch.benchmarks.flops import stage_flops
-from depthbatch.benchmarks.record import write_json
-from depthbatch.common.arguments import output_file
+from depthbatch.benchmarks.record import add_output_argument, write_json
+from depthbatch.common.arguments import loops, output_file, positive
 from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
-from depthbatch.common.errors import ConfigError
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
 from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost
@@ -76,16 +75,14 @@ class Fit(NamedTuple):
 def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, grid, engine options."""
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64], help="B: sequences")
-    parser.add_argument("--context", type=int, nargs="+", default=[32, 128, 512], help="L: prompt tokens")
-    parser.add_argument("--loops", type=int, nargs="+", default=None, help="r (default: 1, r_max / 2, r_max)")
-    parser.add_argument("--tokens", type=int, default=16, help="decode tokens a sequence")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each point; the median counts")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32, 64], help="B: sequences")
+    parser.add_argument("--context", type=positive, nargs="+", default=[32, 128, 512], help="L: prompt tokens")
+    parser.add_argument("--loops", type=loops, nargs="+", default=None, help="r (default: 1, r_max / 2, r_max)")
+    parser.add_argument("--tokens", type=positive, default=16, help="decode tokens a sequence")
+    parser.add_argument("--rounds", type=positive, default=3, help="runs of each point; the median counts")
     parser.add_argument("--name", default=None, help="name of the profile (default: the model's)")
     parser.add_argument("--profile-output", type=output_file, metavar="FILE.json", help="where the device profile goes")
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where the measurements go (default: stdout)"
-    )
+    add_output_argument(parser)
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in _SET_HERE])
 
 
@@ -93,8 +90,6 @@ def run_latency(args: argparse.Namespace) -> int:
     """Measures, fits, prints the fits, writes the profile."""
     from depthbatch.frontend.llm import LLM
 
-    if min(*args.batch, *args.context, args.tokens, args.rounds) < 1:
-        raise ConfigError("batch, context, tokens and rounds must be at least 1")
     config = config_from_sources(args, model=args.model)
     longest = max(args.context) + args.tokens + 1
     config = msgspec.structs.replace(

@@ -22,11 +22,11 @@ import zmq
 from tqdm import tqdm
 
 from depthbatch.benchmarks.clients import Client, Endpoint, NativeClient, OpenAIClient, ServerError
-from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.sources import add_workload_arguments, workload_from_arguments
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import output_file
+from depthbatch.common.arguments import loops, positive, seed
 from depthbatch.common.errors import ConfigError
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -73,7 +73,7 @@ def parse_goodput(targets: Sequence[str]) -> dict[str, float]:
             milliseconds = float(value)
         except ValueError:
             milliseconds = -1.0
-        if name not in GOODPUT_METRICS or milliseconds < 0:
+        if name not in GOODPUT_METRICS or not milliseconds >= 0:
             raise ConfigError(f"goodput {text!r}: wants {' or '.join(GOODPUT_METRICS)}, a colon and milliseconds")
         parsed[name] = milliseconds / 1e3
     return parsed
@@ -143,18 +143,37 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=None, help="model name to ask for (default: the first the server lists)")
     parser.add_argument("--api-key", default=None)
     add_workload_arguments(parser, requests=200)
-    parser.add_argument("--r-max", type=int, default=4, help="loops of a full-depth token, for replayed exits")
-    parser.add_argument("--vocab-size", type=int, default=256, help="prompt ids are drawn below this")
+    parser.add_argument("--r-max", type=loops, default=4, help="loops of a full-depth token, for replayed exits")
+    parser.add_argument("--vocab-size", type=positive, default=256, help="prompt ids are drawn below this")
     parser.add_argument(
         "--request-rate", type=float, default=float("inf"), help="requests a second (default: all at once)"
     )
     parser.add_argument("--burstiness", type=float, default=1.0, help="Gamma shape of the intervals; 1 = Poisson")
-    parser.add_argument("--max-concurrency", type=int, default=None, help="most requests at a time")
+    parser.add_argument("--max-concurrency", type=positive, default=None, help="most requests at a time")
     parser.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="targets, e.g. ttft:500 tpot:50")
-    parser.add_argument("--percentiles", type=float, nargs="+", default=[99.0])
-    parser.add_argument("--extra-body", type=json.loads, default={}, help="JSON map of further request fields (http)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--percentiles", type=percentile, nargs="+", default=[99.0])
+    parser.add_argument("--extra-body", type=json_object, default={}, help="JSON map of further request fields (http)")
+    parser.add_argument("--seed", type=seed, default=0)
+    add_output_argument(parser)
+
+
+def percentile(text: str) -> float:
+    """0 to 100, for argparse."""
+    value = float(text)
+    if not 0.0 <= value <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON map, for argparse."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON map")
+    return value
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -192,7 +211,7 @@ async def _run(
         client = OpenAIClient(endpoint, model, args.extra_body)
     else:
         model = args.model or "native"
-        client = NativeClient(args.url)
+        client = await _native(args.url)
     try:
         start_s = time.perf_counter()
         requests = await send_all(client, workload, arrivals, args.max_concurrency, args.vocab_size)
@@ -200,6 +219,16 @@ async def _run(
     finally:
         await client.close()
     return requests, duration_s, model
+
+
+async def _native(url: str) -> NativeClient:
+    client = NativeClient(url)
+    try:
+        await client.wait_for_server()
+    except ServerError as error:
+        await client.close()
+        raise ConfigError(f"url {url!r}: {error}") from None
+    return client
 
 
 async def _first_model(endpoint: Endpoint) -> str:

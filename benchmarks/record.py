@@ -4,6 +4,7 @@ Bounds (paper, equations 1 and 2): S_dec = (F0 + r_max Fr) / (F0 + d Fr) with d 
 S_e2e = 1 / (a + (1 - a) / S_dec) with a the share of the baseline's time that goes into prefill.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from depthbatch.common.arguments import output_file
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import SchedulerStats
 from depthbatch.common.stats import CoreStats, StageStats
@@ -132,6 +134,11 @@ def _scheduler_us(before: SchedulerStats, after: SchedulerStats, stages: float) 
     spent_s = sum(after.verb_seconds.get(verb, 0.0) - before.verb_seconds.get(verb, 0.0) for verb in verbs)
     quantiles = {f"p{q}": after.us_per_stage.get(f"0.{q}") for q in (50, 99)}
     return quantiles | {"mean": 1e6 * spent_s / stages if stages else None}
+
+
+def add_output_argument(parser: argparse.ArgumentParser) -> None:
+    """Where ``write_json`` writes."""
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
 
 
 def write_json(value: Any, output: str | None) -> None:

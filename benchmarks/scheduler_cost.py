@@ -14,12 +14,11 @@ from itertools import cycle
 
 import numpy as np
 
-from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.trace import blank_result, virtual_engine
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import output_file
+from depthbatch.common.arguments import positive
 from depthbatch.common.config import ASYNC_MODES, EngineConfig
-from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
 from depthbatch.common.messages import StageResult
 from depthbatch.scheduler.config import SchedulerConfig
@@ -116,15 +115,13 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 def add_scheduler_cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Length and mode."""
-    parser.add_argument("--core-steps", type=int, default=2000, help="measured, after 100 more")
+    parser.add_argument("--core-steps", type=positive, default=2000, help="measured, after 100 more")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead")
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    add_output_argument(parser)
 
 
 def run_scheduler_cost(args: argparse.Namespace) -> int:
     """W = 8, 64, 512 with 100 waiting requests, then W = 64 with 100,000, then W = 64 with chains of 1 + 3 lanes."""
-    if args.core_steps < 1:
-        raise ConfigError(f"core-steps must be at least 1, not {args.core_steps}")
     rows = [measure(width, 100, args.core_steps, args.async_scheduling) for width in (8, 64, 512)]
     rows.append(measure(64, 100_000, args.core_steps, args.async_scheduling))
     rows.append(measure(64, 100, args.core_steps, args.async_scheduling, draft_lanes=3))

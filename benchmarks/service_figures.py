@@ -28,10 +28,10 @@ import numpy as np
 
 from depthbatch.benchmarks.clients import Endpoint, NativeClient, OpenAIClient
 from depthbatch.benchmarks.load import RequestTimes, send_all
-from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import output_file
+from depthbatch.common.arguments import positive, seconds
 from depthbatch.common.errors import EngineDeadError
 
 START_S = 120.0
@@ -252,21 +252,21 @@ def add_service_figures_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, sizes of each measurement, options of the server."""
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
     parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 16, 64], help="streams at a time, for latency"
+        "--concurrency", type=positive, nargs="+", default=[1, 16, 64], help="streams at a time, for latency"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of both APIs, for latency")
-    parser.add_argument("--requests", type=int, default=16, help="of a round, at least the concurrency")
-    parser.add_argument("--prompt-tokens", type=int, default=8)
-    parser.add_argument("--output-tokens", type=int, default=64, help="of a request, for latency")
-    parser.add_argument("--processor-streams", type=int, default=32, help="at a time, for processor time")
-    parser.add_argument("--processor-tokens", type=int, default=512, help="of each of them")
-    parser.add_argument("--streams", type=int, default=1000, help="at once")
-    parser.add_argument("--stream-tokens", type=int, default=16, help="of each, there and under overload")
-    parser.add_argument("--capacity-requests", type=int, default=1000)
-    parser.add_argument("--overload-s", type=float, default=15.0)
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="W of the server")
+    parser.add_argument("--rounds", type=positive, default=3, help="of both APIs, for latency")
+    parser.add_argument("--requests", type=positive, default=16, help="of a round, at least the concurrency")
+    parser.add_argument("--prompt-tokens", type=positive, default=8)
+    parser.add_argument("--output-tokens", type=positive, default=64, help="of a request, for latency")
+    parser.add_argument("--processor-streams", type=positive, default=32, help="at a time, for processor time")
+    parser.add_argument("--processor-tokens", type=positive, default=512, help="of each of them")
+    parser.add_argument("--streams", type=positive, default=1000, help="at once")
+    parser.add_argument("--stream-tokens", type=positive, default=16, help="of each, there and under overload")
+    parser.add_argument("--capacity-requests", type=positive, default=1000)
+    parser.add_argument("--overload-s", type=seconds, default=15.0)
+    parser.add_argument("--max-num-seqs", type=positive, default=64, help="W of the server")
     parser.add_argument("--serve-option", action="append", default=[], metavar="--OPTION=VALUE", help="may be repeated")
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    add_output_argument(parser)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from depthbatch.benchmarks.record import (
     STAGES,
     Record,
     acceptance,
+    add_output_argument,
     decode_speedup,
     draft_lanes_mean,
     print_table,
@@ -30,12 +31,13 @@ from depthbatch.benchmarks.trace import (
     PolicyChoice,
     add_scheduling_arguments,
     blank_result,
+    chosen_policies,
     scheduling_options,
     virtual_engine,
 )
 from depthbatch.benchmarks.virtual_drafts import VirtualDrafts, parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload
-from depthbatch.common.arguments import output_file
+from depthbatch.common.arguments import positive, seed
 from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import MOVE_FIELDS, ROW_POSITION, Stage
@@ -57,11 +59,15 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", action="append", help=f"{', '.join(POLICIES)}, or refill:K; may be given several times"
     )
     add_scheduling_arguments(parser)
-    parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
+    parser.add_argument(
+        "--kv-blocks", type=positive, default=None, help="KV blocks of 16 tokens (default: never binding)"
+    )
     parser.add_argument("--preemption", choices=PREEMPTION, default="recompute")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="off")
     parser.add_argument("--speculation", default="off", help="draft lanes of refill and auto: off, auto or N")
-    parser.add_argument("--draft-depth", type=int, default=None, help="loops after which a token is read for a draft")
+    parser.add_argument(
+        "--draft-depth", type=positive, default=None, help="loops after which a token is read for a draft"
+    )
     parser.add_argument(
         "--acceptance",
         "--draft-acceptance",
@@ -69,10 +75,8 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="share of the drafts that are right, or a JSON map of draft depth to share (default: the workload's)",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE", default=None, help="JSON goes here instead of stdout"
-    )
+    parser.add_argument("--seed", type=seed, default=0)
+    add_output_argument(parser)
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -84,9 +88,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             raise ConfigError("--draft-acceptance needs --speculation")
         shares = parse_acceptance(args.draft_acceptance)
         workload = with_known_depths(workload, shares, profile.r_max, args.seed)
-    asked = list(dict.fromkeys(PolicyChoice.parse(text) for text in args.policy or ["refill"]))
-    if args.k is not None and all(choice.policy != "refill" for choice in asked):
-        raise ConfigError("k needs policy refill")
+    asked = chosen_policies(args.policy or ["refill"], args.k)
     choices = [PolicyChoice("cb", None), *(choice for choice in asked if choice.policy != "cb")]
     runs = [simulate(workload, profile, _config(args, choice, workload, profile)) for choice in choices]
     reports = [report(run, runs[0], profile, workload) for run in runs]

@@ -10,6 +10,7 @@ Token counts come from the tokenizer that is passed in; ``estimate_tokens`` stan
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import resources
@@ -34,6 +35,7 @@ from depthbatch.benchmarks.synthetic import (
     within_limits,
 )
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.common.arguments import positive
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.text_files import read_text
 
@@ -159,7 +161,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, requests: int = DEFA
         default="sharegpt",
         help="sharegpt, alpaca, arxiv, sharegpt-real, sharegpt:FILE, alpaca:FILE, arxiv:FILE or a workload file",
     )
-    parser.add_argument("--requests", type=int, default=requests, help="how many requests (files: at most)")
+    parser.add_argument("--requests", type=positive, default=requests, help="how many requests (files: at most)")
     parser.add_argument(
         "--exits",
         default=None,
@@ -181,7 +183,7 @@ def describe_exits(args: argparse.Namespace, workload: Workload, r_max: int) -> 
     """Where the depths of a workload's tokens come from, in a line: no gate of a model is asked."""
     if not any(request.exit_depths for request in workload.requests):
         return f"exit depths: every token runs all {r_max} loops"
-    if args.exits is None and Path(args.workload).exists():
+    if args.exits is None and os.path.exists(args.workload):
         return f"exit depths: those recorded in {args.workload}"
     exits = parse_exits(args.exits) or default_exits(r_max)
     total = sum(exits.values())
@@ -241,7 +243,7 @@ def load_workload(
     elif source in LENGTH_LAWS:
         lengths = draw_lengths(source, requests, np.random.default_rng([seed, 0]))
         workload = _from_lengths(*lengths)
-    elif Path(source).suffix == ".json" or Path(source).exists():
+    elif source.endswith(".json") or os.path.exists(source):
         workload = Workload(Workload.read(source).requests[:requests])
         if exits is None:
             return workload

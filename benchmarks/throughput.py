@@ -13,11 +13,18 @@ import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.flops import stage_flops
-from depthbatch.benchmarks.record import COLUMNS, Record, Setting, make_record, print_table, write_json
+from depthbatch.benchmarks.record import (
+    COLUMNS,
+    Record,
+    Setting,
+    add_output_argument,
+    make_record,
+    print_table,
+    write_json,
+)
 from depthbatch.benchmarks.sources import add_workload_arguments, describe_exits, workload_from_arguments
-from depthbatch.benchmarks.trace import PolicyChoice, add_scheduling_arguments, scheduling_options
+from depthbatch.benchmarks.trace import PolicyChoice, add_scheduling_arguments, chosen_policies, scheduling_options
 from depthbatch.benchmarks.workload import Workload
-from depthbatch.common.arguments import output_file
 from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.messages import EngineInfo
@@ -49,7 +56,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
         dest="policies",  # config_from_sources would read "policy"
         help=f"{', '.join(POLICIES)}, or refill:K; may be given several times (default: no-refill, which has no drafts, refill and auto)",
     )
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    add_output_argument(parser)
     parser.add_argument(
         "--acceptance", dest="draft_acceptance", default=argparse.SUPPRESS, help="as --draft-acceptance, for short"
     )
@@ -60,7 +67,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     """Measures every policy and writes one record, or a list of them when several were asked for."""
     base = config_from_sources(args, model=args.model)
     policies = args.policies or (("refill", "auto") if base.draft_lanes else ("no-refill", "refill", "auto"))
-    choices = [PolicyChoice.parse(text) for text in policies]
+    choices = chosen_policies(policies, args.k)
     flops = stage_flops(base)
     workload: Workload | None = None
     records: list[Record] = []

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 
 from depthbatch.benchmarks.trace_pictures import chrome_trace, deepest_loop, is_stage_trace, read_stages, schedule_html
 from depthbatch.benchmarks.workload import Workload
+from depthbatch.common.arguments import loops, output_file, positive
 from depthbatch.common.config import ASYNC_MODES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage, split_prefill_frame
@@ -33,6 +34,7 @@ from depthbatch.scheduler.stage_trace import describe_stage
 from depthbatch.worker.runner.stage_input import most_rows
 
 BLOCK_SIZE = 16
+LIVE_PROFILE = "h100-ouro-1.4b"
 PICTURE_STAGES = 400  # columns of --html that still read well
 
 
@@ -60,27 +62,43 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a workload, or what --stage-trace of an engine has written")
     parser.add_argument("--policy", default="refill", help=f"{', '.join(POLICIES)}, or refill:K")
     add_scheduling_arguments(parser)
-    parser.add_argument("--r-max", type=int, default=4, help="loops of a full-depth token")
-    parser.add_argument("--steps", type=int, default=None, help="stages to print (default: all)")
-    parser.add_argument("--kv-blocks", type=int, default=None, help="KV blocks of 16 tokens (default: never binding)")
+    parser.add_argument("--r-max", type=loops, default=4, help="loops of a full-depth token")
+    parser.add_argument("--steps", type=positive, default=None, help="stages to print (default: all)")
     parser.add_argument(
-        "--last", type=int, default=None, help="of them, only so many last ones (default: all; --html 400)"
+        "--kv-blocks", type=positive, default=None, help="KV blocks of 16 tokens (default: never binding)"
     )
-    parser.add_argument("--html", metavar="OUT.html", help="write a page with the schedule as a picture")
-    parser.add_argument("--chrome", metavar="OUT.json", help="write a trace for Perfetto and chrome://tracing")
+    parser.add_argument(
+        "--last", type=positive, default=None, help="of them, only so many last ones (default: all; --html 400)"
+    )
+    parser.add_argument(
+        "--html", type=output_file, metavar="OUT.html", help="write a page with the schedule as a picture"
+    )
+    parser.add_argument(
+        "--chrome", type=output_file, metavar="OUT.json", help="write a trace for Perfetto and chrome://tracing"
+    )
     parser.add_argument("--live", action="store_true", help="through the real processes, with a simulated device")
-    parser.add_argument("--profile", default="h100-ouro-1.4b", help="device profile of --live")
-    parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead", help="of --live")
+    parser.add_argument("--profile", help=f"device profile of --live (default {LIVE_PROFILE})")
+    parser.add_argument("--async-scheduling", choices=ASYNC_MODES, help="of --live (default lookahead)")
 
 
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     """W, M, K, S by their symbols."""
-    parser.add_argument("--w", type=int, default=64, help="W: most active sequences")
-    parser.add_argument("--m", type=int, default=8192, help="M: most prompt tokens in one prefill batch")
-    parser.add_argument("--k", type=int, default=None, help="K: minimum coda batch of refill (default: the model's)")
+    parser.add_argument("--w", type=positive, default=64, help="W: most active sequences")
+    parser.add_argument("--m", type=positive, default=8192, help="M: most prompt tokens in one prefill batch")
     parser.add_argument(
-        "--s", type=int, default=None, help="S: free slots a prefill waits for (default max(1, W // 8))"
+        "--k", type=positive, default=None, help="K: minimum coda batch of refill (default: the model's)"
     )
+    parser.add_argument(
+        "--s", type=positive, default=None, help="S: free slots a prefill waits for (default max(1, W // 8))"
+    )
+
+
+def chosen_policies(texts: Sequence[str], k: int | None) -> list[PolicyChoice]:
+    """What several --policy name, each once. Raises ConfigError for a name that is none, or a --k that none of them takes."""
+    choices = list(dict.fromkeys(PolicyChoice.parse(text) for text in texts))
+    if k is not None and all(choice.policy != "refill" for choice in choices):
+        raise ConfigError("--k needs --policy refill")
+    return choices
 
 
 def scheduling_options(args: argparse.Namespace, k: int | None) -> dict[str, Any]:
@@ -95,9 +113,6 @@ def scheduling_options(args: argparse.Namespace, k: int | None) -> dict[str, Any
 
 def run_trace(args: argparse.Namespace) -> int:
     """Prints or draws the trace. Raises ConfigError on a bad file or bad options."""
-    for name in ("steps", "last"):
-        if (count := getattr(args, name)) is not None and count < 1:
-            raise ConfigError(f"{name} must be at least 1, not {count}")
     lines = islice(_recorded(args) if is_stage_trace(args.file) else _made(args), args.steps)
     if args.html is not None or args.chrome is not None:
         _draw(list(lines), args)
@@ -120,6 +135,8 @@ def _recorded(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _made(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Of a workload."""
+    if not args.live and (args.profile or args.async_scheduling):
+        raise ConfigError("--profile and --async-scheduling need --live: there is no device and no clock without")
     workload = Workload.read(args.file)
     choice = PolicyChoice.parse(args.policy)
     k = args.k if choice.k is None else choice.k
@@ -131,8 +148,8 @@ def _made(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return trace(workload, SchedulerConfig.resolve(options, info))
     live = msgspec.structs.replace(
         options,
-        device=f"simulated:{args.profile}",
-        async_scheduling=args.async_scheduling,
+        device=f"simulated:{args.profile or LIVE_PROFILE}",
+        async_scheduling=args.async_scheduling or "lookahead",
         kv_layout=info.kv_layout,
         max_loops=args.r_max,
     )
@@ -152,10 +169,7 @@ def _draw(lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def _write(path: str, text: str, what: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    Path(path).write_text(text, encoding="utf-8")
     print(f"depthbatch: {path}: {what}", file=sys.stderr)
 
 
@@ -218,8 +232,6 @@ def virtual_engine(
 ) -> EngineInfo:
     """An engine without a device, long enough for the workload. kv_blocks None: enough for W of the longest, and the next
     block of each for its drafts. Under the default layout a prompt may be cut anywhere, as the paper cuts."""
-    if width < 1:
-        raise ConfigError(f"w must be at least 1, not {width}")
     per_sequence = -(-workload.longest // BLOCK_SIZE) + (draft_lanes > 0)
     return EngineInfo(
         model="virtual",

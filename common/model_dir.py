@@ -1,5 +1,6 @@
 """From a MODEL argument to a local directory. Knows nothing of what the directory holds, and imports nothing heavy."""
 
+import os
 from pathlib import Path
 
 from depthbatch.common.errors import DownloadError, ModelError
@@ -13,13 +14,13 @@ def resolve_model_dir(name: str) -> Path:
 
     Raises ModelError when there is no such directory or repository, DownloadError when it cannot be downloaded now.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
         return path
     demo = DEMO_DIR / name
-    if name.startswith("demo") and "/" not in name and demo.is_dir():
+    if name.startswith("demo") and "/" not in name and os.path.isdir(demo):
         return demo
-    if path.exists():
+    if os.path.exists(path):
         raise ModelError(f"model '{name}' is a file; give the directory that holds config.json")
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "/", "~")):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from depthbatch.benchmarks import cpu_drafts, cpu_step, device_clock, scheduler_cost
 from depthbatch.benchmarks import cpu_speed as cpu
-from depthbatch.benchmarks import cpu_step, device_clock, scheduler_cost
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.layers.cpu.library import cpu_kernels
@@ -23,7 +24,8 @@ def parsed(*options: str) -> argparse.Namespace:
 
 
 def test_kernels_of_a_step_are_timed_beside_the_plain_way(tmp_path: Path) -> None:
-    """Each product, the attention and the whole step, once a batch; all sides of a row are measured."""
+    """Each product, the attention and the whole step, once a batch; all sides of a row are measured. Bug: on a processor without
+    AVX-512 blocked weights of oneDNN ended the run."""
     output = tmp_path / "step.json"
     sizes = ["--batches", "2", "--contexts", "16", "--seconds", "0.001", "--threads", "1"]
     assert cpu.run_cpu(parsed("step", *sizes, "--output", str(output))) == 0
@@ -97,6 +99,16 @@ def test_drafts_are_measured_beside_none(tmp_path: Path) -> None:
     assert (row["streams"], row["rounds"], row["gate"], row["mean_depth"]) == (1, 1, "none", 4.0)
     assert row["equal_outputs"] == 1.0 and row["acceptance"] > 0.3 and row["draft_lanes_mean"] > 0.3
     assert row["tokens_per_s"]["drafts"] > 0 and len(row["ratio_quartiles"]) == 3
+
+
+def test_drafts_and_none_have_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: every round asked the same prompts with the prefix cache on, so that what was measured began behind them."""
+    seen: list[EngineConfig] = []
+    monkeypatch.setattr(cpu_drafts, "_measure", lambda config, streams, args: seen.append(config))
+    cpu_drafts.run_cpu_drafts(parsed("drafts", "demo", "--streams", "3", "--speculation", "2"))
+    with_drafts, without = cpu_drafts._configs(seen[0], 3)
+    assert with_drafts.prefix_caching == without.prefix_caching == "off"
+    assert with_drafts.max_num_seqs == 3 and (with_drafts.draft_lanes, without.draft_lanes) == (2, 0)
 
 
 def test_drafts_that_are_off_are_not_compared() -> None:

@@ -18,6 +18,16 @@ def measured(tmp_path: Path, *words: str) -> dict[str, Any]:
     return json.loads((tmp_path / "out.json").read_text())
 
 
+@pytest.mark.parametrize("words", ["copies --w 4", "misses --device cpu", "hits --rounds 2", "hits --profile x"])
+def test_options_of_another_measurement_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: they were taken and ignored."""
+    parser = OneLineParser()
+    add_kv_memory_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(words.split())
+    assert f"unrecognized arguments: {words.split()[1]}" in capsys.readouterr().err
+
+
 def test_hits_are_of_all_requests_but_the_first(tmp_path: Path) -> None:
     """64 tokens are four blocks of the simulated device."""
     device = "simulated:h100-ouro-1.4b"
@@ -36,7 +46,7 @@ def test_misses_find_nothing(tmp_path: Path) -> None:
 def test_copies_are_compared_with_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of 16 tokens has 4 planes of 4 heads of 32 floats, K and V."""
     monkeypatch.setattr(kv_memory, "COPIED_BLOCKS", 8)
-    found = measured(tmp_path, "copies", "--rounds", "1", "--w", "1")
+    found = measured(tmp_path, "copies", "--rounds", "1")
     assert found["block_bytes"] == 2 * 16 * 4 * 4 * 32 * 4 and found["blocks"] == 8
     assert set(found["over_plain_copy"]) == {
         f"{way}, {order}" for way in ("out", "back") for order in ("together", "scattered")
