@@ -106,10 +106,29 @@ class Matcher:
             raise self._gone() from None
 
     def _gone(self) -> GrammarError:
+        """Why the process has ended: in its own words, where it had some."""
+        if words := self._last_words():
+            return GrammarError(words)
         what = (
             f"a token took more than {STEP_CPU_S:g} s" if self._started else f"compiling took over {COMPILE_CPU_S:g} s"
         )
         return GrammarError(f"{what} of CPU time or {MEMORY_BYTES >> 20} MiB, or crashed")
+
+    def _last_words(self) -> str:
+        """What it said of why, behind answers that nobody has read."""
+        self._connection.setblocking(False)
+        for _ in range(self._owed + 2):
+            try:
+                answer = self._connection.recv(_MAX_ANSWER)
+            except ConnectionResetError:  # told once, before what is there, where it left something of ours unread
+                continue
+            except OSError:
+                return ""
+            if answer[:1] == b"f":
+                return answer[1:].decode("utf-8", "replace")
+            if not answer:
+                return ""
+        return ""
 
     @classmethod
     def start(cls, connection: socket.socket, grammar: str, mode: bytes) -> "Matcher":

@@ -2,6 +2,7 @@
 process whose end is nobody else's."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -385,6 +386,29 @@ def test_a_matchers_fault_is_contained(monkeypatch: pytest.MonkeyPatch, fault: s
         matcher.tell([20])
         matcher.mask(deadline)
     assert other.mask(deadline) is not None
+    host.close()
+
+
+def test_what_a_matcher_said_last_is_told() -> None:
+    """Bug: a text that its grammar does not allow was "a token took more than ... of CPU time, or crashed" to an owner that
+    told more tokens before it read the answer: the matcher had said why and ended. Its words are told whichever call
+    finds it gone, also behind answers that nobody has read, and where it left what it was sent last unread."""
+    host = GrammarHost(*demo_host_arguments())
+    host.wait_ready()
+    for read_first, tokens in itertools.product((True, False), ([[5, 5]], [[5, 5], [20]], [[20], [5]], [[5]] * 40)):
+        matcher = host.matcher("regex:[0-9]{3}")
+        deadline = time.monotonic() + 50
+        if read_first:
+            assert matcher.mask(deadline) is not None
+        with pytest.raises(GrammarError, match="doesn't satisfy the grammar"):
+            for each in tokens:
+                matcher.tell(each)
+            pids = matchers_of(host)
+            while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+                time.sleep(0.005)
+            matcher.tell([20])
+            matcher.mask(deadline)
+        matcher.close()
     host.close()
 
 
