@@ -53,6 +53,15 @@ class RequestNames(NamedTuple):
             raise bad_header(LAST_EVENT_ID, f"{shown(last)} is no event id of this server, as NAME/12")
         return cls(name, LastEvent(found[1], tuple(map(int, found[2].split(",")))))
 
+    def name(self, body: GenerationFields) -> str | None:
+        """What the client calls the request: in the body, else in the header, where proxies may put words of their own.
+        Raises ApiError (400) where that is not the answer that it wants to go on with."""
+        name, where = (body.request_id, "request_id") if body.request_id else (self.request_id, REQUEST_ID)
+        if self.last_event is not None and name not in (None, self.last_event.request_id):
+            last = self.last_event.request_id
+            raise bad_header(LAST_EVENT_ID, f"it is of {last!r}, but {where} says {name!r}")
+        return name
+
     @property
     def echoed(self) -> dict[str, str]:
         """Headers of the answer."""
@@ -60,8 +69,9 @@ class RequestNames(NamedTuple):
 
 
 def form_of(body: GenerationFields) -> bytes:
-    """A kept answer's form: what it was asked for by."""
-    text = type(body).__name__ + body.model_dump_json(exclude={"request_id"})
+    """A kept answer's form: what it was asked for by. Its repr, as fields that nobody knows may hold what JSON can spell and
+    UTF-8 cannot."""
+    text = repr((type(body).__name__, body.model_dump(exclude={"request_id"})))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

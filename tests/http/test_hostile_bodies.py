@@ -1,6 +1,8 @@
 """Bodies that no client of good will sends, to every route that takes one: each is a 400 as JSON, and the server goes on."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -59,8 +61,14 @@ BROKEN = {
 
 
 @pytest.fixture(scope="module")
-def hostile(tokenizer: Tokenizer):
-    with LiveServer(tokenizer) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+def server(tokenizer: Tokenizer) -> Iterator[LiveServer]:
+    with LiveServer(tokenizer) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hostile(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         yield http
 
 
@@ -139,3 +147,126 @@ def test_a_list_fails_with_its_first_bad_element(model: type[BaseModel], field: 
     with pytest.raises(ValidationError) as caught:
         model.model_validate({field: [None] * 60})
     assert caught.value.error_count() < 10
+
+
+FULL_CHAT = {
+    "model": "fake",
+    "messages": [
+        {"role": "user", "content": "x", "name": "n", "tool_calls": [], "unheard_of": "u"},
+        {"role": "assistant", "content": [{"type": "text", "text": "x", "unheard_of": "u"}]},
+        {"role": "user", "content": "x"},
+    ],
+    "stop": ["s"],
+    "cache_salt": "c",
+    "gate": "own",
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "description": "d", "schema": {"type": "string"}},
+    },
+    "stream_options": {"include_usage": True, "unheard_of": "u"},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "tool_choice": "none",
+    "user": "u",
+    "metadata": {"a": ["b", {"c": "d"}]},
+    "unheard_of": {"a": ["b", {"c": "d"}]},
+}
+FULL_COMPLETION = {key: value for key, value in FULL_CHAT.items() if key not in ("messages", "response_format")} | {
+    "prompt": "x",
+    "structured_outputs": {"choice": ["a", "b"], "unheard_of": "u"},
+    "suffix": "",
+}
+FULL = [
+    ("/v1/completions", FULL_COMPLETION),
+    (
+        "/v1/completions",
+        {"prompt": ["x", "y"], "bad_words": ["b"], "logit_bias": {"5": 1.0}, "stream_options": {"u": "u"}},
+    ),
+    ("/v1/completions/render", FULL_COMPLETION),
+    ("/v1/chat/completions", FULL_CHAT),
+    ("/v1/chat/completions/render", FULL_CHAT),
+    ("/tokenize", {"model": "fake", "messages": FULL_CHAT["messages"], "chat_template_kwargs": {}, "x": "u"}),
+    ("/detokenize", {"model": "fake", "tokens": [65], "unheard_of": "u"}),
+    ("/abort", {"request_id": ["x", "y"], "unheard_of": "u"}),
+]
+
+
+def with_each_text(value: Any, text: str) -> Iterator[Any]:
+    """The value once for every text in it, keys too, with another text there."""
+    if isinstance(value, str):
+        yield text
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            for changed in with_each_text(item, text):
+                yield [*value[:at], changed, *value[at + 1 :]]
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield {text if name == key else name: it for name, it in value.items()}
+            for changed in with_each_text(item, text):
+                yield {**value, key: changed}
+
+
+@pytest.mark.parametrize(("route", "full"), FULL)
+def test_half_a_surrogate_pair_in_every_text(
+    hostile: httpx.Client, server: LiveServer, route: str, full: dict[str, Any]
+) -> None:
+    """Bug: 500 where a stream that its client has named held one in a field that nobody knows: what it was asked for by is
+    kept, and was encoded. In every text of a body, keys too, it is ignored or refused; the stream is named and plain."""
+    server.engine.keeps_answers = True
+    generates = route in ("/v1/completions", "/v1/chat/completions")
+    for stream in ({}, {"stream": True, "request_id": "n"}) if generates else ({},):
+        whole = full | ({"max_tokens": 1} if generates else {}) | stream
+        if not stream:
+            whole = {name: value for name, value in whole.items() if name != "stream_options"}
+        answer = post(hostile, route, json.dumps(whole).encode())
+        assert answer.status_code == 200, answer.text
+        statuses = set()
+        for body in with_each_text(whole, "\ud800"):
+            answer = post(hostile, route, json.dumps(body).encode())
+            statuses.add(answer.status_code)
+            assert answer.status_code < 500 and "internal_error" not in answer.text, (body, answer.text)
+            assert answer.status_code == 200 or len(answer.content) < 1000
+        assert 400 in statuses
+
+
+@pytest.mark.parametrize("depth", [50, 150, 200, 300, 600, 900, 990])
+def test_a_named_stream_with_a_deep_field(hostile: httpx.Client, server: LiveServer, depth: int) -> None:
+    """What the parser takes is not too deep for anything behind it."""
+    server.engine.keeps_answers = True
+    for deep in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        body = f'{{"prompt": "x", "max_tokens": 1, "stream": true, "request_id": "n", "unheard_of": {deep}}}'
+        answer = post(hostile, "/v1/completions", body.encode())
+        assert answer.status_code in (200, 400) and "internal_error" not in answer.text, answer.text
+
+
+HEADERS = (
+    *(
+        "authorization",
+        "x-request-id",
+        "last-event-id",
+        "content-type",
+        "content-encoding",
+        "accept",
+        "origin",
+        "cookie",
+    ),
+    *("x-forwarded-for", "user-agent", "expect", "access-control-request-method", "range", "if-none-match", "referer"),
+)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_bytes_of_any_kind_in_headers(hostile: httpx.Client, name: str) -> None:
+    """Half a surrogate pair in UTF-8, no UTF-8 at all, and what is not ASCII: never an error of the server's own."""
+    for value in (
+        b"\xed\xa0\x80",
+        b"\xff\xfe",
+        "ü/1".encode(),
+        b"a\xe9/1",
+        b"",
+        b"x" * 5000,
+        b"a/" + b"9" * 5000,
+    ):
+        for method, route in (("GET", "/"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("OPTIONS", "/abort")):
+            headers = [(b"content-type", b"application/json")] * (name != "content-type") + [(name.encode(), value)]
+            body = b'{"prompt": "x", "max_tokens": 1, "stream": true}' if method == "POST" else None
+            answer = hostile.request(method, route, content=body, headers=headers)
+            assert answer.status_code < 500, (name, value, method, route, answer.text)
