@@ -38,6 +38,7 @@ from depthbatch.frontend.prompts import (
 from depthbatch.frontend.tokenizer import Tokenizer
 
 TIMER_S = 0.001  # the loop's timers may be as much too early
+GOES_ON_ELSEWHERE = "request_id: the answer goes on over another connection"
 TICK_S = 0.1  # missed deadlines, and a net under the edge-triggered socket descriptor
 
 
@@ -266,15 +267,14 @@ class AsyncEngine:
         for former in self._named.get(answer.name, ()):
             if former.kept == answer.handle:
                 self._give_up(former)
-        found = self._kept.find(answer.name)
-        if found is None or found.handle != answer.handle:
-            raise RequestError(f"request_id: {answer.name!r} is asked for by two at once", "request_id")
-        handle = self._kept.go_on(answer)
+        taken = self._kept.go_on(answer.handle)
+        if taken is None:
+            raise RequestError(f"{GOES_ON_ELSEWHERE}, or is not kept any more", "request_id")
         try:
-            lives = [LiveRequest.of(submit) for submit in found.submits]
+            lives = [LiveRequest.of(submit) for submit in taken.submits]
             assemblers = [self._assembler(request, answer.name) for request in requests]
             going_on = dict(enumerate(assemblers))
-            for number, event in single_tokens(found.news):
+            for number, event in single_tokens(taken.news):
                 if number in going_on:
                     delta = assemblers[number].push(event)
                     lives[number].extend(event)
@@ -286,19 +286,25 @@ class AsyncEngine:
             again = [(lives[number], requests[number][1].timeout_s) for number in going_on]
             internal_ids = self._client.accept(again)
             places = {id_: Place(*place) for id_, place in zip(internal_ids, going_on.items(), strict=True)}
-            mailbox = Mailbox(answer.name, self._leave, handle)
+            mailbox = Mailbox(answer.name, self._leave, taken.handle)
             with self._running(mailbox, places, [timeout_s for _, timeout_s in again]):
                 while mailbox.places:
                     if deltas := await mailbox.take():
                         yield deltas
         finally:
-            self._kept.leave(handle)
+            if self._kept is not None:
+                self._kept.leave(taken.handle)
+
+    def _give_up_all(self, handles: list[int]) -> None:
+        """Other frontends go on with these answers."""
+        for mailbox in {id(each): each for each in self._mailboxes.values() if each.kept in handles}.values():
+            self._give_up(mailbox)
 
     def _give_up(self, mailbox: Mailbox) -> None:
         """Its answer goes on elsewhere."""
         for internal_id in mailbox.places:
             if self._client.abort(internal_id):
-                mailbox.put((internal_id, RequestError("request_id: the answer goes on over another connection")))
+                mailbox.put((internal_id, RequestError(GOES_ON_ELSEWHERE, "request_id")))
         self._after_send()
 
     def _assembler(self, request: Request, name: str | None) -> OutputAssembler:
@@ -350,6 +356,10 @@ class AsyncEngine:
         self._after_send()
         return bool(found)
 
+    def abort_kept(self, request_id: str) -> bool:
+        """The same for the kept answer of that name that nobody goes on with: who resumes it finds it aborted."""
+        return self._kept is not None and self._kept.abort(request_id)
+
     async def abort_all(self) -> None:
         """Ends every request with finish reason "abort"."""
         for name in list(self._named):
@@ -365,7 +375,7 @@ class AsyncEngine:
             await asyncio.sleep(TICK_S)
             self._pump()
             if self._kept is not None:
-                self._kept.sweep()
+                self._give_up_all(self._kept.sweep())
 
     def _pump(self) -> None:
         """Handles what has come and gives all news to those who wait for it."""
@@ -398,8 +408,9 @@ class AsyncEngine:
             if isinstance(event, TokenEvent):
                 rows.append((mailbox.kept, Numbered(mailbox.places[request_id].number, event)))
             else:
-                kept.forget(mailbox.name)
-        kept.add(rows)
+                kept.drop(mailbox.kept)
+        if taken := kept.add(rows):
+            self._give_up_all(taken)
 
     def _watch(self) -> None:
         """Keeps the loop's readers in step with the client's descriptors, which change when processes restart."""

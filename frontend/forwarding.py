@@ -115,6 +115,9 @@ class ForwardingEngine:
     def kept_answer(self, request_id: str) -> KeptAnswer | None:
         return None
 
+    def abort_kept(self, request_id: str) -> bool:
+        return False
+
     def resume_all(
         self, answer: KeptAnswer, requests: Sequence[Request], client: int = 0
     ) -> AsyncGenerator[list[IndexedDelta], None]:

@@ -55,6 +55,7 @@ class Engine(Protocol):
         self, answer: KeptAnswer, requests: Sequence[tuple[list[int], SamplingParams]], client: int = 0
     ) -> AsyncGenerator[list[IndexedDelta], None]: ...
     async def abort(self, request_id: str) -> bool: ...
+    def abort_kept(self, request_id: str) -> bool: ...
     async def abort_all(self) -> None: ...
 
 
@@ -94,8 +95,9 @@ class Service:
             raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
 
     async def abort(self, name: str, client: int) -> bool:
-        """Ends every request that the client has given this name; False if there is none."""
-        return await self.abort_named(engine_name(name, client))
+        """Ends every request that the client has given this name, also one that rests; False if there is none."""
+        running = await self.abort_named(engine_name(name, client))
+        return self.engine.abort_kept(engine_name(name, client)) or running
 
 
 def engine_name(name: str, client: int) -> str:
@@ -212,7 +214,7 @@ class Call:
         self._timeout_s = body.timeout_s if body.timeout_s is not None else service.config.default_timeout_s
         self._with_depths = bool(body.return_exit_depths)
         self._with_tokens = bool(body.return_token_ids) or service.texts.tokenizer is None
-        name = body.request_id or names.request_id
+        name = names.name(body)
         self._id = name or f"{spelling.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._choices: list[Choice] = []

@@ -83,6 +83,42 @@ def test_an_abort_finds_the_request_in_the_other(two: tuple[httpx.Client, httpx.
     assert second.post("/abort", json={"request_id": "me"}).json() == {"aborted": []}
 
 
+def test_a_stream_that_is_resumed_at_the_other_ends_in_the_first(
+    server: ServeProcess, two: tuple[httpx.Client, httpx.Client]
+) -> None:
+    """Bug: both went on, each in its own place, and the first client never learnt of it. A client that comes back before its
+    connection is missed gets each token once; the old connection ends with an error; nothing is left running."""
+    first, second = two
+    expected = first.post("/v1/completions", json={**BODY, "max_tokens": 60}).json()["choices"][0]["token_ids"]
+    body = {**BODY, "max_tokens": 60, "stream": True, "request_id": "moves"}
+    with first.stream("POST", "/v1/completions", json=body) as answer:
+        lines = filter(None, answer.iter_lines())
+        seen, begun = next(lines), json.loads(next(lines)[6:])
+        rest = second.post("/v1/completions", json=body, headers={"Last-Event-ID": seen.removeprefix("id: ")}).text
+        old = list(lines)
+    events = [json.loads(line[6:]) for line in rest.splitlines() if line.startswith("data: {")]
+    assert token_ids([begun, *events]) == expected
+    assert (
+        "goes on over another connection" in json.loads(old[-2][6:])["error"]["message"] and old[-1] == "data: [DONE]"
+    )
+    wait_until(lambda: first.get("/get_load").json()["load"] == 0, "nothing is left running")
+
+
+def test_a_stream_that_rests_is_aborted_from_either(two: tuple[httpx.Client, httpx.Client]) -> None:
+    """Bug: POST /abort did nothing to a stream whose client had gone. Whoever resumes it is told the tokens that there were,
+    and that it was aborted."""
+    first, second = two
+    body = {**BODY, "max_tokens": 2000, "stream": True, "request_id": "rests"}
+    with first.stream("POST", "/v1/completions", json=body) as answer:
+        last_id = next(answer.iter_lines()).removeprefix("id: ")
+    wait_until(lambda: second.get("/get_load").json()["load"] == 0, "it rests")
+    assert second.post("/abort", json={"request_id": "rests"}).json() == {"aborted": ["rests"]}
+    assert second.post("/abort", json={"request_id": "rests"}).json() == {"aborted": []}
+    with contextlib.closing(httpx.Client(base_url=str(first.base_url), timeout=60)) as client:
+        rest = client.post("/v1/completions", json=body, headers={"Last-Event-ID": last_id}).text
+    assert f'"finish_reason":"{FinishReason.ABORT}"' in rest and rest.endswith("data: [DONE]\n\n")
+
+
 def test_a_killed_frontend_takes_only_its_own_streams(
     server: ServeProcess, two: tuple[httpx.Client, httpx.Client]
 ) -> None:

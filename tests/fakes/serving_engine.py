@@ -121,6 +121,9 @@ class FakeEngine:
     def kept_answer(self, request_id: str) -> None:
         return None
 
+    def abort_kept(self, request_id: str) -> bool:
+        return False
+
     def resume_all(self, *_: object) -> AsyncGenerator[list[IndexedDelta], None]:
         raise NotImplementedError
 

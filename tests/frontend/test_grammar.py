@@ -396,10 +396,8 @@ def test_what_a_matcher_said_last_is_told() -> None:
     host = GrammarHost(*demo_host_arguments())
     host.wait_ready()
     for read_first, tokens in itertools.product((True, False), ([[5, 5]], [[5, 5], [20]], [[20], [5]], [[5]] * 40)):
-        matcher = host.matcher("regex:[0-9]{3}")
-        deadline = time.monotonic() + 50
-        if read_first:
-            assert matcher.mask(deadline) is not None
+        matcher, deadline = host.matcher("regex:[0-9]{3}"), time.monotonic() + 50
+        assert not read_first or matcher.mask(deadline) is not None
         with pytest.raises(GrammarError, match="doesn't satisfy the grammar"):
             for each in tokens:
                 matcher.tell(each)

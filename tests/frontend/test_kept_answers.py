@@ -1,13 +1,17 @@
 """The file of answers that can be asked for again: what is in it, for how long, and how large it gets."""
 
 import logging
+import os
+import sqlite3
+import stat
+import threading
 from pathlib import Path
 
 import pytest
 
 from depthbatch.common.messages import FinishReason, RequestParams, Submit, TokenEvent
 from depthbatch.frontend import kept_answers
-from depthbatch.frontend.kept_answers import KeptAnswers, Numbered, single_tokens
+from depthbatch.frontend.kept_answers import KeptAnswers, Numbered, open_answers, single_tokens
 
 SUBMIT = Submit(7, b"\1\0\0\0", RequestParams(max_tokens=9, seed=2**64 - 1))
 
@@ -33,29 +37,100 @@ def test_what_is_kept_outlives_its_writer(tmp_path: Path) -> None:
     first.add([(handle, Numbered(0, event(9)))])  # of the former one
     found = first.find("a")
     assert found is not None and found.form == b"new" and not found.news
-    first.forget("a")
+    first.drop(found.handle)
     assert second.find("a") is None and second.find("b") is None
     first.close()
     second.close()
 
 
 def test_only_the_last_to_go_on_writes(tmp_path: Path) -> None:
-    """An answer that goes on in another frontend, while the first believes that its client is there: tokens are not written
-    twice."""
-    first, second = KeptAnswers(tmp_path, 60), KeptAnswers(tmp_path, 60)
-    old = first.begin("a", b"", [SUBMIT])
-    first.add([(old, Numbered(0, event(1)))])
-    answer = second.find("a")
-    assert answer is not None
-    new = second.go_on(answer)
-    first.add([(old, Numbered(0, event(2)))])
-    second.add([(new, Numbered(0, event(2)))])
+    """Bug: a stream that was resumed at another frontend went on in the first one, too, whose tokens were dropped in silence.
+    A frontend learns with its next tokens, or without any, that others have its answers, and only one of those that want
+    to go on gets an answer; what a former one drops is not the later one's. A name that is used again ends nobody."""
+    files = [KeptAnswers(tmp_path, 60) for _ in range(3)]
+    first, second, third = files
+    old, quiet, named = (first.begin(name, b"", [SUBMIT]) for name in ("a", "quiet", "again"))
+    assert first.add([(old, Numbered(0, event(1)))]) == []
+    taken = second.go_on(old)
+    assert taken is not None and taken.handle != old and taken.news == [(0, event(1))]
+    assert second.go_on(old) is None and third.go_on(old) is None
+    last = third.go_on(taken.handle)
+    assert last is not None and third.go_on(quiet) is not None
+    third.begin("again", b"", [SUBMIT])
+    assert sorted(first.add((handle, Numbered(0, event(2))) for handle in (old, old, named))) == [old]
+    assert first.add([(old, Numbered(0, event(2)))]) == []  # told once
+    assert second.add([(taken.handle, Numbered(0, event(2)))]) == [taken.handle]
+    assert third.add([(last.handle, Numbered(0, event(2)))]) == []
+    assert first.sweep() == [quiet] and third.sweep() == []
+    first.drop(old)
+    first.leave(old)
     found = first.find("a")
-    assert found is not None and found.handle == new
+    assert found is not None and found.handle == last.handle
     assert [number.event.token_ids for number in found.news] == [(1,), (2,)]
     assert first._file.execute("SELECT count(*) FROM news").fetchone() == (2,)  # nothing is left that nobody can find
+    for file in files:
+        file.close()
+
+
+def test_an_answer_that_rests_can_be_aborted(tmp_path: Path) -> None:
+    """What has not ended of it ends; whoever still writes it learns that; an answer that has ended stays as it is."""
+    first, second = KeptAnswers(tmp_path, 60), KeptAnswers(tmp_path, 60)
+    handle = first.begin("a", b"", [SUBMIT, SUBMIT])
+    first.add([(handle, Numbered(1, event(2, reason=FinishReason.STOP)))])
+    assert second.abort("a") and not second.abort("a") and not second.abort("b")
+    found = first.find("a")
+    assert found is not None and not found.unfinished
+    reasons = [(number, told.finish_reason) for number, told in found.news]
+    assert reasons == [(1, FinishReason.STOP), (0, FinishReason.ABORT)]
+    assert first.add([(handle, Numbered(0, event(3)))]) == [handle]
     first.close()
     second.close()
+
+
+def test_frontends_that_start_at_the_same_moment_all_keep_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: while one switched the file to WAL, SQLite refused the others, which then kept nothing for all of their lives. It
+    is tried again, for so long."""
+    monkeypatch.setattr(kept_answers, "WAIT_S", 0.0)
+    with sqlite3.connect(tmp_path / kept_answers.FILE, isolation_level=None, check_same_thread=False) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "depthbatch"):
+            patch.setattr(kept_answers, "OPEN_S", 0.1)
+            assert open_answers(tmp_path, 60) is None and "locked" in caplog.text
+        ending = threading.Timer(0.2, lambda: other.execute("COMMIT"))
+        ending.start()
+        kept = open_answers(tmp_path, 60)
+        ending.join()
+    other.close()
+    assert kept is not None and kept.begin("a", b"", [SUBMIT])
+    kept.close()
+
+
+def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
+    """Bug: the file, which holds prompts, had the mode that the umask left: only the run directory kept others out."""
+    former = os.umask(0)
+    try:
+        kept = KeptAnswers(tmp_path, 60)
+        kept.begin("a", b"", [SUBMIT])
+    finally:
+        os.umask(former)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert len(modes) == 3 and set(modes.values()) == {0o600}, modes
+    kept.close()
+
+
+def test_a_file_that_cannot_be_read_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: an error of the disk while answers were looked for ended the frontend. There is nothing, and the log says why."""
+    kept = KeptAnswers(tmp_path, 60)
+    handle = kept.begin("a", b"", [SUBMIT])
+    kept._file.execute("DROP TABLE answers")
+    with caplog.at_level(logging.WARNING, "depthbatch"):
+        assert kept.add([(handle, Numbered(0, event(1)))]) == [] and kept.sweep() == []
+    assert kept.find("a") is None and kept.go_on(handle) is None and not kept.abort("a")
+    assert kept.begin("a", b"", [SUBMIT]) == 0
+    assert caplog.text.count("cannot be used") == 1
+    kept.close()
 
 
 def test_answers_are_kept_for_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +168,35 @@ def test_the_file_has_a_largest_size(
     assert (tmp_path / kept_answers.FILE).stat().st_size <= 256 << 10
     with caplog.at_level(logging.WARNING, "depthbatch"):
         assert kept.begin("large", bytes(1 << 20), [SUBMIT]) == kept.begin("large", bytes(1 << 20), [SUBMIT]) == 0
-    assert caplog.text.count("cannot be written") == 1
+    assert caplog.text.count("cannot be used") == 1
     with caplog.at_level(logging.WARNING, "depthbatch"):
-        assert kept_answers.open_answers(tmp_path / "absent", 60) is None and "cannot be made" in caplog.text
+        assert open_answers(tmp_path / "absent", 60) is None and "cannot be made" in caplog.text
     kept.add([(0, Numbered(0, event(1)))])
     assert kept.begin("small", form, [SUBMIT]) and kept.find("small") is not None
     kept.close()
 
 
 def test_news_of_several_tokens_are_taken_apart() -> None:
-    """Each with its own depth and logprobs; how the request ends comes with the last, cuts with the first."""
-    one, two, three = [each.event for each in single_tokens([Numbered(0, event(1, 2, 3, reason=FinishReason.LENGTH))])]
-    assert (one.token_ids, one.logprobs, one.cuts, one.finish_reason) == ((1,), b"\1" * 8, b"c", None)
-    assert (two.token_ids, two.exit_depths, two.logprobs, two.cuts) == ((2,), (2,), b"\2" * 8, b"")
-    assert (three.token_ids, three.finish_reason) == ((3,), FinishReason.LENGTH)
+    """Bug: what an answer had found in the prefix cache was not told when it was resumed: the fields were listed one by one.
+    Each token has its own depth and logprobs; how the request ends comes with the last, the rest with the first."""
+    told = TokenEvent(
+        *(7, (1, 2, 3), (4, 5, 6), FinishReason.ERROR, 3, b"abc", b"prompt", b"cuts"),
+        failure="why",
+        kills_worker=True,
+        accepted_drafts=2,
+        rejected_drafts=1,
+        cached_tokens=9,
+    )
+    assert all(getattr(told, name) != getattr(TokenEvent(7, (), ()), name) for name in TokenEvent.__struct_fields__[1:])
+    one, two, three = [each.event for each in single_tokens([Numbered(0, told)])]
+    assert one == TokenEvent(
+        *(7, (1,), (4,)),
+        logprobs=b"a",
+        prompt_logprobs=b"prompt",
+        cuts=b"cuts",
+        accepted_drafts=2,
+        rejected_drafts=1,
+        cached_tokens=9,
+    )
+    assert two == TokenEvent(7, (2,), (5,), logprobs=b"b")
+    assert three == TokenEvent(7, (3,), (6,), FinishReason.ERROR, 3, b"c", failure="why", kills_worker=True)

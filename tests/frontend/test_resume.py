@@ -2,13 +2,17 @@
 engine's processes, whose tokens are a function of prompt and index."""
 
 import asyncio
+import os
+import signal
 from contextlib import aclosing
 
 import pytest
 
 from depthbatch.common.errors import RequestError
 from depthbatch.common.messages import FinishReason
+from depthbatch.frontend import kept_answers
 from depthbatch.frontend.async_engine import AsyncEngine
+from depthbatch.frontend.kept_answers import KeptAnswers
 from depthbatch.frontend.live_requests import Progress
 from depthbatch.frontend.output import IndexedDelta, OutputDelta
 from depthbatch.frontend.params import SamplingParams
@@ -116,6 +120,57 @@ def test_a_stream_that_lives_gives_way() -> None:
             with pytest.raises(RequestError, match="goes on over another connection"):
                 async for _ in old:
                     pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_stream_gives_way_to_another_frontend(monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    """Bug: it went on beside the resumed one, at the price of two. With its next token, or, where none comes, soon, it ends
+    with the error that a stream of the same frontend gets, and its request is aborted."""
+    monkeypatch.setattr(kept_answers, "SWEEPS_PER_LIFE", 600)
+
+    async def main() -> None:
+        async with AsyncEngine(quiet=True) as engine:
+            engine.keep_answers(60)
+            requests = [([5, 6], SamplingParams(max_tokens=500))]
+            stream = engine.generate_all(requests, "n", form=b"f")
+            await anext(stream)
+            scheduler = engine.health().processes["scheduler"].pid
+            assert scheduler is not None
+            if silent:
+                os.kill(scheduler, signal.SIGSTOP)
+            other = KeptAnswers(engine.run_dir, 60)
+            answer = other.find("n")
+            assert answer is not None and other.go_on(answer.handle) is not None
+            other.close()
+            with pytest.raises(RequestError, match="goes on over another connection"):
+                async for _ in stream:
+                    pass
+            os.kill(scheduler, signal.SIGCONT)
+            with pytest.raises(RequestError, match="goes on over another connection, or is not kept any more"):
+                await anext(engine.resume_all(answer, requests))
+            assert (await engine.stats())["num_requests_running"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_resting_answer_is_aborted() -> None:
+    """Bug: an abort by name did nothing to a stream whose client had gone: resumed, it decoded on. Now it has the tokens that
+    it had, and ends with "abort"; one that has ended is nobody's to abort."""
+
+    async def main() -> None:
+        async with AsyncEngine(quiet=True) as engine:
+            engine.keep_answers(60)
+            requests = [([5, 6], SamplingParams(max_tokens=500)), ([7], SamplingParams(max_tokens=1))]
+            await take(engine, requests, 10)
+            assert not await engine.abort("n") and engine.abort_kept("n") and not engine.abort_kept("n")
+            batches = await resumed(engine, requests)
+            assert batches[-1] == []
+            got = [piece for batch in batches for piece in batch]
+            assert joined(got, 0).finish_reason is FinishReason.ABORT
+            assert joined(got, 1).finish_reason is FinishReason.LENGTH
+            assert len(joined(got, 0).token_ids) >= 5
 
     asyncio.run(main())
 
