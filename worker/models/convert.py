@@ -179,4 +179,5 @@ def _from_gguf(source: Path) -> Source:
         tokenizer = AutoTokenizer.from_pretrained(**place)
     except (ImportError, OSError, ValueError) as error:
         raise ModelError(f"{source}: cannot be read as GGUF ({str(error).strip().splitlines()[0]})") from error
-    return Source(model.config.to_dict(), dict(model.state_dict()).__getitem__, tokenizer.save_pretrained)
+    values = model.config.to_dict() | {"quantization_config": None}  # it has made them whole
+    return Source(values, dict(model.state_dict()).__getitem__, tokenizer.save_pretrained)
