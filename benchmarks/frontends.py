@@ -27,11 +27,13 @@ import msgspec
 from depthbatch.benchmarks.record import write_json
 from depthbatch.benchmarks.service_figures import processor_seconds, serving
 from depthbatch.common.arguments import output_file, positive
-from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.errors import ConfigError, EngineDeadError
 from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops
 
 CHUNK_BYTES = 1 << 16
 WAIT_S = 120.0
+EVENT, ERROR, DONE, BODY = b"data: {", b'data: {"error"', b"data: [DONE]", b"\r\n\r\n"
+TAIL_BYTES = 64  # more than stands between the last event and the end of an answer
 
 
 def free_device(r_max: int) -> DeviceProfile:
@@ -41,14 +43,23 @@ def free_device(r_max: int) -> DeviceProfile:
     return DeviceProfile("free", r_max, 1, CoreCost(0.0, 0.0, 0.0), nothing, nothing, nothing, flops)
 
 
+def _check_status(head: bytes) -> None:
+    """Raises ConfigError or EngineDeadError unless it is 200."""
+    if head.startswith(b"HTTP/1.1 200"):
+        return
+    if head.startswith(b"HTTP/1.1 4"):
+        raise ConfigError(f"the server refuses the request: {head.partition(BODY)[2].decode(errors='replace')}")
+    raise EngineDeadError(f"no answer, but {head[:200]!r}")
+
+
 class Read(NamedTuple):
     seconds: float  # from the first byte sent until all answers are complete
     events: int  # server-sent ones; where tokens come faster than they are passed on, several share one
 
 
 def read_streams(url: str, streams: int, tokens: int, burst: int) -> Read:
-    """All answers, to their end. ``burst``: connections that are opened before any is
-    read. Raises EngineDeadError on an answer that is not 200."""
+    """All answers, to their end. ``burst``: connections that are opened before any is read. Raises ConfigError on an answer
+    that refuses the request, EngineDeadError on any other that is not 200, and where streams have broken off."""
     address = urlsplit(url)
     body = json.dumps(
         {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
@@ -59,8 +70,9 @@ def read_streams(url: str, streams: int, tokens: int, burst: int) -> Read:
     ).encode()
     buffer = bytearray(CHUNK_BYTES)
     view = memoryview(buffer)
-    begun: set[socket.socket] = set()
-    events = 0
+    tails: dict[socket.socket, bytes] = {}  # the last bytes of each answer
+    failed: set[socket.socket] = set()
+    events = broken = 0
     start_s = time.perf_counter()
     with selectors.EpollSelector() as selector:
         for number in range(streams):
@@ -76,15 +88,25 @@ def read_streams(url: str, streams: int, tokens: int, burst: int) -> Read:
                 raise EngineDeadError(f"no byte within {WAIT_S:g} s")
             for key, _ in ready:
                 connection = key.fileobj  # type: ignore[assignment]
-                count = connection.recv_into(buffer)
-                events += bytes(view[:count]).count(b"data: {")
-                if connection not in begun:
-                    begun.add(connection)
-                    if not buffer.startswith(b"HTTP/1.1 200"):
-                        raise EngineDeadError(f"refused: {bytes(buffer[:200])!r}")
+                try:
+                    count = connection.recv_into(buffer)
+                except ConnectionError:
+                    count = 0
+                tail = tails.get(connection)
+                if tail is None:
+                    _check_status(bytes(view[: min(count, 400)]))
+                    tail = b""
+                data = tail + view[:count]
+                events += data.count(EVENT) - tail.count(EVENT)
+                if ERROR in data:
+                    failed.add(connection)
+                tails[connection] = data[-TAIL_BYTES:]
                 if not count:
+                    broken += DONE not in data or connection in failed
                     selector.unregister(connection)
                     connection.close()
+    if broken:
+        raise EngineDeadError(f"{broken} of {streams} streams broke off before their end")
     return Read(time.perf_counter() - start_s, events)
 
 
@@ -96,7 +118,7 @@ def pids_of(run_dir: Path, frontends: int) -> dict[str, list[int]]:
 
 
 def measure_one(args: argparse.Namespace, frontends: int) -> dict[str, Any]:
-    """One server with so many frontends; the median of the rounds. Raises EngineDeadError."""
+    """One server with so many frontends; the median of the rounds. Raises ConfigError, EngineDeadError."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="dbf") as directory:
         profile, run_dir = Path(directory) / "free.json", Path(directory) / "run"
@@ -140,7 +162,7 @@ def add_frontends_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_frontends(args: argparse.Namespace) -> int:
-    """Raises EngineDeadError."""
+    """Raises ConfigError, EngineDeadError."""
     rows = [measure_one(args, frontends) for frontends in args.frontends]
     write_json(
         {

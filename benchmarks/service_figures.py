@@ -32,7 +32,7 @@ from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.arguments import positive, seconds
-from depthbatch.common.errors import EngineDeadError
+from depthbatch.common.errors import USER_ERROR, ConfigError, EngineDeadError
 
 START_S = 120.0
 VOCAB_SIZE = 256  # prompt ids are drawn below this
@@ -48,7 +48,8 @@ class Address(NamedTuple):
 
 @contextmanager
 def serving(model: str, options: Sequence[str]) -> Iterator[Address]:
-    """``depthbatch serve`` on any free port. Raises EngineDeadError with what it said when it does not start."""
+    """``depthbatch serve`` on any free port. When it does not start, raises with what it said: ConfigError where its options are
+    wrong, else EngineDeadError."""
     with tempfile.NamedTemporaryFile("w+") as log:
         command = [sys.executable, "-m", "depthbatch", "serve", model, "--port", "0", *options]
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -66,7 +67,9 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> Address:
         if found is not None:
             return Address(found[1], found[2])
         time.sleep(0.05)
-    raise EngineDeadError(f"the server did not start: {(log.read_text().splitlines() or ['no output'])[-1]}")
+    said = (log.read_text().splitlines() or ["no output"])[-1].removeprefix("depthbatch: error: ")
+    kind = ConfigError if process.poll() == USER_ERROR else EngineDeadError
+    raise kind(f"the server did not start: {said}")
 
 
 def workload(requests: int, prompt_tokens: int, output_tokens: int) -> Workload:

@@ -17,8 +17,8 @@ class Client:
     timeout_s: the longest wait for one message, in seconds; None waits for ever.
 
     To a server on another machine, ``Client("tcp://...", key_file="me.key_secret", server_key_file="server.key")``: files of
-    ``depthbatch keygen``, or of zmq.auth. A server that does not know the key never answers. Raises PermissionError for a
-    secret key that others can read.
+    ``depthbatch keygen``, or of zmq.auth. A server that does not know the key never answers. Raises ValueError for one file
+    without the other or one that holds no secret key, PermissionError for a secret key that others can read.
     """
 
     def __init__(
@@ -28,12 +28,15 @@ class Client:
         key_file: str | None = None,
         server_key_file: str | None = None,
     ) -> None:
+        if (key_file is None) != (server_key_file is None):
+            missing = "key_file" if key_file is None else "server_key_file"
+            raise ValueError(f"{missing} is missing: the own key and the server's go together")
         self.timeout_s = timeout_s
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDTIMEO, -1 if timeout_s is None else int(timeout_s * 1000))
-        if key_file is not None or server_key_file is not None:
-            self._secure(key_file or "", server_key_file or "")
+        if key_file is not None and server_key_file is not None:
+            self._secure(key_file, server_key_file)
         self.socket.connect(address)
         self._ids = itertools.count()
 

@@ -1,13 +1,18 @@
 """The service's figures, small, on the simulated device: the numbers themselves are for a quiet machine."""
 
 import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from depthbatch.benchmarks import service_figures
-from depthbatch.common.errors import EngineDeadError
-from depthbatch.deploy.cli.main import build_parser, main
+from depthbatch.benchmarks.frontends import read_streams
+from depthbatch.common.errors import ConfigError, EngineDeadError
+from depthbatch.deploy.cli.main import main
 
 SMALL = (
     "demo", "--serve-option=--device=simulated:h100-ouro-1.4b", "--concurrency", "1", "2", "--rounds", "2", "--requests",
@@ -43,11 +48,55 @@ def test_all_four_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "/health at twice capacity" in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_start_is_told() -> None:
-    """With the server's own last line, and at once."""
-    with pytest.raises(EngineDeadError, match="max_loops"):
-        arguments = ["bench", "service", *SMALL, "--serve-option=--max-loops=99"]
-        service_figures.run_service_figures(build_parser(arguments).parse_args(arguments))
+def test_a_server_that_does_not_start_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the server's own last line, and at once. Bug: a wrong option of the server was exit code 1, a fault."""
+    assert main(["bench", "service", *SMALL, "--serve-option=--max-loops=99"]) == 2
+    assert "the server did not start: " in (said := capsys.readouterr().err) and "max_loops" in said
+    assert main(["bench", "frontends", "--serve-option=--port=70000"]) == 2
+    assert capsys.readouterr().err.count("error") == 1
+
+
+def answers_of(*parts: bytes) -> Iterator[str]:
+    """The address of a server that answers each connection with the next of these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for part in parts:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    for start in range(0, len(part), 40):  # no event comes whole
+                        connection.sendall(part[start : start + 40])
+                        time.sleep(0.001)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+EVENTS = b'id: x\ndata: {"choices": [{"text": "................................................."}]}\n\n' * 5
+DONE = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "kind", "words"),
+    [
+        (OK + EVENTS, EngineDeadError, "1 of 3 streams broke off before their end"),
+        (OK + EVENTS + DONE[:6], EngineDeadError, "1 of 3 streams broke off"),
+        (OK + EVENTS + b'data: {"error": {}}\n\n' + DONE, EngineDeadError, "1 of 3 streams broke off"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n{}", ConfigError, "the server refuses the request: {}"),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}", EngineDeadError, "503"),
+    ],
+)
+def test_streams_that_break_off_are_no_figures(last: bytes, kind: type[Exception], words: str) -> None:
+    """Bug: they were counted as if they had brought every token. Events are counted wherever the network cuts them."""
+    with contextmanager(answers_of)(*[OK + EVENTS + DONE] * 3) as url:
+        assert read_streams(url, 3, 5, 1).events == 15
+    mixed = contextmanager(answers_of)(OK + EVENTS + DONE, OK + EVENTS + DONE, last)
+    with mixed as url, pytest.raises(kind, match=words):
+        read_streams(url, 3, 5, 1)
 
 
 def test_frontends_pass_on_every_token(tmp_path: Path) -> None:

@@ -100,6 +100,14 @@ def test_keygen_leaves_nothing_for_others(keys: Path, capsys: pytest.CaptureFixt
     assert "exists; nothing is written over a key" in capsys.readouterr().err
 
 
+def test_a_client_is_told_which_key_is_missing(keys: Path) -> None:
+    """Bug: a client without the server's key ended with an error about the file ''."""
+    with pytest.raises(ValueError, match="server_key_file is missing"):
+        Client("tcp://127.0.0.1:1", 1, key_file=str(keys / "friend.key_secret"))
+    with pytest.raises(ValueError, match="^key_file is missing"):
+        Client("tcp://127.0.0.1:1", 1, server_key_file=str(keys / "server.key"))
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 def test_a_secret_that_others_reach_is_refused(keys: Path, mode: int) -> None:
     """On the server's side and on the client's, before anything is bound or sent."""
