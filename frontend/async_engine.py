@@ -77,13 +77,13 @@ class AsyncEngine:
         self._grammars = GrammarChecker(lambda: host_of(self.config.model, self.info))
         self._pump_is_due = False
         self._kept: KeptAnswers | None = None
+        self.loaded = (0, 0)  # bytes of the weights that are read, and of how many; before the first are, 0
 
     # --- life
 
     async def __aenter__(self) -> Self:
         loading = LoadingProgress(self.config.model)
-        if not self._quiet:
-            self._client.on_loading = loading
+        self._client.on_loading = lambda done, total: self._on_loading(loading, done, total)
         try:
             await self._in_tokenizer_thread(resolve_model_dir, self.config.model)  # a wrong name costs nothing
             self._client.launch()
@@ -366,6 +366,11 @@ class AsyncEngine:
             await self.abort(name)
 
     # --- the loop's side
+
+    def _on_loading(self, progress: LoadingProgress, done: int, total: int) -> None:
+        self.loaded = (done, total)
+        if not self._quiet:
+            progress(done, total)
 
     async def _in_tokenizer_thread(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizer_thread, function, *arguments)

@@ -9,6 +9,12 @@ from tqdm import tqdm
 LINE_S = 2.0  # between two lines; what loads faster gets none
 
 
+def share_of(done: int, total: int) -> str:
+    """Of bytes, for people."""
+    size = f"{total / (1 << 30):.1f} GiB" if total >> 30 else f"{total / (1 << 20):.1f} MiB"
+    return f"{done / max(total, 1):.0%} of {size}"
+
+
 class LoadingProgress:
     """Called with the bytes that are read and how many there are; ``close`` leaves the terminal as it was."""
 
@@ -34,12 +40,7 @@ class LoadingProgress:
             self._next_s = time.monotonic() + LINE_S
         elif time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + LINE_S
-            size = f"{total / (1 << 30):.1f} GiB" if total >> 30 else f"{total / (1 << 20):.1f} MiB"
-            print(
-                f"depthbatch: loading {self._model}: {done / max(total, 1):.0%} of {size}",
-                file=self._stream,
-                flush=True,
-            )
+            print(f"depthbatch: loading {self._model}: {share_of(done, total)}", file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 
 from fastapi import APIRouter, HTTPException
@@ -23,6 +24,19 @@ HEADERS = {
 _DOCUMENT = "page.html"
 _FILES = sorted(path for path in STATIC.iterdir() if path.suffix in TYPES)
 PATHS = frozenset({"/", "/page/server.json", *(f"/page/{path.name}" for path in _FILES if path.name != _DOCUMENT)})
+
+
+def loading_page(message: str, done: int, total: int) -> Response:
+    """What a browser gets at ``/`` until there is a model: it asks again by itself, without a script."""
+    bar = f'<progress max="{total}" value="{done}"></progress>' if total else "<progress></progress>"
+    document = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><title>depthbatch: loading</title>'
+        f'<h1>depthbatch</h1><p role="status">{escape(message)}</p><p>{bar}</p>'
+    )
+    headers = {**HEADERS, "Cache-Control": "no-store", "Retry-After": "5"}
+    return Response(document, 503, headers, media_type="text/html")
 
 
 def routes(facts: Mapping[str, object]) -> APIRouter:

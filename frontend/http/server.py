@@ -15,6 +15,8 @@ from typing import Any
 import uvicorn
 import uvloop
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from depthbatch.common.errors import ConfigError, DepthbatchError
@@ -29,8 +31,10 @@ from depthbatch.frontend.http.connection import ConnectionLimits, bounded_protoc
 from depthbatch.frontend.http.error_answers import overloaded
 from depthbatch.frontend.http.generation import Service
 from depthbatch.frontend.http.operations import EngineProbe
+from depthbatch.frontend.http.page import loading_page
 from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
+from depthbatch.frontend.loading_progress import share_of
 from depthbatch.frontend.siblings import SharedMetrics, Siblings
 from depthbatch.frontend.zmq_api import ZmqApi
 
@@ -177,11 +181,17 @@ async def serve(server: Server, listener: socket.socket) -> None:
 
 
 class LateApp:
-    """Answers probes with "starting" until the application exists, so that a slow load is not a silent port."""
+    """Answers probes with "starting" until the application exists, so that a slow load is not a silent port; a browser that
+    asks for the page gets one that says how far it is."""
 
-    def __init__(self, health: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, health: Callable[[], dict[str, Any]], loaded: Callable[[], tuple[int, int]], page: bool = True
+    ) -> None:
+        """``loaded``: bytes of the weights that are read, and of how many."""
         self.app: ASGIApp | None = None
         self._health = health
+        self._loaded = loaded
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is not None:
@@ -189,8 +199,12 @@ class LateApp:
         elif scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            response = overloaded("the model is loading", retry_after_s=5).response()
-            if scope["path"] == "/health":
+            done, total = self._loaded()
+            message = f"the model is loading: {share_of(done, total)}" if total else "the model is loading"
+            response: Response = overloaded(message, retry_after_s=5).response()
+            if self._page and scope["path"] == "/" and "text/html" in Headers(scope=scope).get("accept", ""):
+                response = loading_page(message, done, total)
+            elif scope["path"] == "/health":
                 response = JSONResponse(self._health(), 503)
             elif scope["path"] == "/ready":
                 response = JSONResponse({"status": "starting"}, 503, {"Retry-After": "5"})
@@ -221,7 +235,7 @@ async def _run(
     engine: AsyncEngine, http: HttpConfig, listener: socket.socket, on_ready: Callable[[str], None], number: int
 ) -> None:
     catch_the_rest(asyncio.get_running_loop(), engine.fail)
-    app = LateApp(lambda: asdict(engine.health(http.stall_s)))
+    app = LateApp(lambda: asdict(engine.health(http.stall_s)), lambda: engine.loaded, http.page == "on")
     server = Server(app, http, engine.fail)
     running = asyncio.create_task(_with_engine(engine, http, server, app, on_ready, number), name="frontend")
     running.add_done_callback(lambda _: server.leave())

@@ -104,7 +104,7 @@ def test_a_client_is_told_which_key_is_missing(keys: Path) -> None:
     """Bug: a client without the server's key ended with an error about the file ''."""
     with pytest.raises(ValueError, match="server_key_file is missing"):
         Client("tcp://127.0.0.1:1", 1, key_file=str(keys / "friend.key_secret"))
-    with pytest.raises(ValueError, match="^key_file is missing"):
+    with pytest.raises(ValueError, match=r"^key_file is missing"):
         Client("tcp://127.0.0.1:1", 1, server_key_file=str(keys / "server.key"))
 
 

@@ -1,16 +1,19 @@
 """The page at /: what it is served with, what it is made of, and what it reads beside the OpenAI routes."""
 
+import asyncio
 import json
 import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from depthbatch.frontend.http.operations import last_lines
-from depthbatch.frontend.http.page import PATHS, STATIC
+from depthbatch.frontend.http.page import HEADERS, PATHS, STATIC
+from depthbatch.frontend.http.server import LateApp
 from depthbatch.frontend.tokenizer import Tokenizer
 from fakes.http_server import LiveServer
 
@@ -52,6 +55,36 @@ def test_all_it_asks_for_is_served_and_shipped(http: httpx.Client) -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert data["depthbatch.frontend.http"] == ["static/*"]
     assert http.get("/page/page.html").status_code == http.get("/page/..%2fapp.py").status_code == 404
+
+
+async def while_loading(loaded: tuple[int, int], path: str, accept: str, **late: bool) -> httpx.Response:
+    app = LateApp(lambda: {"status": "starting"}, lambda: loaded, **late)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        return await http.get(path, headers={"accept": accept})
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+def test_a_browser_is_told_that_the_model_loads() -> None:
+    """Bug: whoever opened the page while the model was loading got a line of JSON, once. A page says how far it is and asks
+    again by itself; programs, other paths and servers without the page have JSON as before, all of them 503."""
+
+    def get(*arguments: Any, **late: bool) -> httpx.Response:
+        answer = asyncio.run(while_loading(*arguments, **late))
+        assert answer.status_code == 503 and answer.headers.get("retry-after", "5") == "5"
+        return answer
+
+    page = get((3 << 30, 12 << 30), "/", BROWSER)
+    assert page.headers["content-type"].startswith("text/html") and page.headers["cache-control"] == "no-store"
+    assert page.headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
+    assert "the model is loading: 25% of 12.0 GiB" in page.text and 'http-equiv="refresh"' in page.text
+    assert f'<progress max="{12 << 30}" value="{3 << 30}">' in page.text and "<script" not in page.text
+    assert "<progress></progress>" in get((0, 0), "/", BROWSER).text
+    for path, accept, late in (("/", "*/*", {}), ("/v1/models", BROWSER, {}), ("/", BROWSER, {"page": False})):
+        answer = get((1 << 20, 2 << 20), path, accept, **late)
+        assert answer.json()["error"]["message"] == "the model is loading: 50% of 2.0 MiB"
+    assert get((0, 0), "/ready", BROWSER).json() == {"status": "starting"}
 
 
 def test_no_text_can_become_markup() -> None:
