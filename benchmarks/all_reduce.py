@@ -59,7 +59,7 @@ def measure(
     from depthbatch.worker.runner.ranked import all_reduce
 
     torch.set_num_threads(1)
-    join(store, TensorParallel(rank, ranks))
+    join(store, TensorParallel(rank, ranks), torch.device("cpu"))
     result = {}
     for batch in batches:
         x, times = torch.zeros(batch, hidden, dtype=DTYPES[dtype]), []

@@ -16,4 +16,7 @@ def _run(run_dir: str, config_json: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child("worker", _run))
+    status = run_child("worker", _run)
+    if (processes := sys.modules.get("depthbatch.worker.rank_processes")) is not None:
+        processes.end(status)
+    sys.exit(status)

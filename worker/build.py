@@ -43,6 +43,7 @@ from depthbatch.worker.slots import SlotState
 if TYPE_CHECKING:
     from depthbatch.worker.rank_processes import RankProcesses
     from depthbatch.worker.ranks import Ranks
+    from depthbatch.worker.runner.ranked import LeadingRunner
 
 WARM_UP_TOKENS = 4
 log = get_logger("worker")
@@ -51,7 +52,7 @@ log = get_logger("worker")
 class BuiltRunner(NamedTuple):
     """A runner and what it is."""
 
-    runner: PlainRunner | OverlappedRunner
+    runner: "PlainRunner | OverlappedRunner | LeadingRunner"
     info: EngineInfo
 
 
@@ -75,15 +76,18 @@ def build_runner(
         raise
 
 
-def build_rank(config: EngineConfig, ranks: "Ranks") -> PlainRunner:
+def build_rank(config: EngineConfig, ranks: "Ranks") -> PlainRunner | OverlappedRunner:
     """The same on a rank other than 0."""
     runner = _build(config, ranks).runner
-    assert isinstance(runner, PlainRunner)
+    assert isinstance(runner, PlainRunner | OverlappedRunner)
     return runner
 
 
 def _build(config: EngineConfig, ranks: "Ranks | None", progress: Progress = no_progress) -> BuiltRunner:
-    device = resolve_device(config.device, config.tensor_parallel_size, config.quantization)
+    rank = 0 if ranks is None else ranks.parallel.rank
+    device = resolve_device(config.device, config.tensor_parallel_size, config.quantization, rank)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     if device.type == "cpu":
         log.info("%d CPU threads", set_threads(config.threads, config.tensor_parallel_size))
     count = weight_bytes(
@@ -129,8 +133,10 @@ def assemble(
     the one that is built. Raises ConfigError, ModelError."""
     spec = model.spec
     layout = resolve_layout(config, spec)
+    if ranks is not None:
+        ranks.join(device)  # before memory is counted: NCCL takes some
     make_plan, free_bytes = partial(plan_memory, config, spec, layout, device), free_memory(device)
-    plan = make_plan(free_bytes) if ranks is None else ranks.plan(make_plan, free_bytes)
+    plan = make_plan(free_bytes) if ranks is None else ranks.plan(make_plan, free_bytes, device)
     engine_info(config, spec, layout, plan, device)  # refuses what the model cannot run, before a program is started
     grammars = None
     if ranks is None or ranks.leads:
@@ -198,12 +204,13 @@ def _with_memory(
     if grammars is not None and not grammars.ready():
         grammars = None
     info = msgspec.structs.replace(info, grammars=grammars is not None)
+    runner: PlainRunner | OverlappedRunner
     if device.type == "cuda":
         tokens = config.max_num_batched_tokens
         runner = OverlappedRunner(stages, limits, CudaAccelerator(device), tokens, grammars, host_kv)
-        return BuiltRunner(runner, info)
-    make_runner = PlainRunner if ranks is None else ranks.runner
-    return BuiltRunner(make_runner(stages, limits, device, grammars, host_kv), info)
+    else:
+        runner = PlainRunner(stages, limits, device, grammars, host_kv)
+    return BuiltRunner(runner if ranks is None else ranks.runner(runner), info)
 
 
 def resolve_layout(config: EngineConfig, spec: ModelSpec) -> KVLayout:

@@ -10,6 +10,7 @@ use.
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,18 +24,24 @@ THREADS_A_CORE = 8
 GIB = 1 << 30
 
 
-def resolve_device(name: str, ranks: int = 1, quantization: str | None = None) -> torch.device:
-    """'auto' is CUDA where there is a GPU, else the CPU. ConfigError when CUDA is asked for and not there, and where the
-    device cannot run several ranks or quantised weights."""
+def resolve_device(name: str, ranks: int = 1, quantization: str | None = None, rank: int = 0) -> torch.device:
+    """'auto' is CUDA where there is a GPU, else the CPU; of several ranks each has the GPU of its number. ConfigError when
+    CUDA is asked for and not there, and where the devices cannot run so many ranks or quantised weights."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
         raise ConfigError("device cuda: no CUDA device is available")
-    if name == "cuda" and ranks > 1:
-        raise ConfigError(f"tensor_parallel_size {ranks} needs device cpu: it is not built for GPUs yet, use replicas")
-    if name == "cuda" and quantization is not None:
+    if quantization is not None:
         raise ConfigError(f"quantization {quantization} needs device cpu: it is not built for GPUs yet")
-    return torch.device(name)
+    if ranks == 1:
+        return torch.device(name)
+    if (visible := torch.cuda.device_count()) < ranks:
+        raise ConfigError(f"tensor_parallel_size {ranks}: each rank needs a GPU of its own, and {visible} can be seen")
+    if not torch.distributed.is_nccl_available():
+        raise ConfigError(f"tensor_parallel_size {ranks}: this torch has no NCCL, which ranks on GPUs need")
+    return torch.device(name, rank)
 
 
 def usable_cores() -> int:
@@ -64,6 +71,13 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free
     return min(_available_ram(), _cgroup_room())
+
+
+def of_a_rank(free_bytes: Sequence[int], device: torch.device) -> int:
+    """Bytes that each rank may plan with, where the ranks find ``free_bytes`` on devices like ``device``: the least of them;
+    on a CPU its part, since they all have found the same."""
+    least = min(free_bytes)
+    return least // len(free_bytes) if device.type == "cpu" else least
 
 
 def _available_ram() -> int:

@@ -5,6 +5,7 @@ Imports no torch, so that all ranks import it at the same time.
 
 import atexit
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 from threading import Thread
-from typing import Any
+from typing import Any, NoReturn
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.logging import get_logger
@@ -96,3 +97,11 @@ class RankProcesses:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         log.critical("rank %d died (%s), and the worker with it", ranks[descriptor], how)
         os._exit(1)
+
+
+def end(status: int) -> NoReturn:
+    """Ends this process, and the other ranks with it, without taking apart what torch has built: NCCL would wait for ranks
+    that are gone, and for graphs that hold its collectives."""
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    os._exit(status)

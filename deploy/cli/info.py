@@ -31,7 +31,7 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
-    from depthbatch.worker.device import free_memory, resolve_device
+    from depthbatch.worker.device import free_memory, of_a_rank, resolve_device
     from depthbatch.worker.memory_plan import plan_memory
     from depthbatch.worker.models.loader import open_model_dir, rank_counts, read_spec, weight_bytes
     from depthbatch.worker.models.tensor_parallel import spelt
@@ -63,11 +63,13 @@ def run_info(args: argparse.Namespace) -> int:
         ("tensor parallel", spelt(counts)),
     ]
     lines = [f"{name:<17}{value}" for name, value in rows]
+    devices = [resolve_device(config.device, ranks, config.quantization, rank) for rank in range(ranks)]
+    free_bytes = of_a_rank(list(map(free_memory, devices)), device)
     lines.append(
         f"{'KV layout':<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {_on(ranks)}{config.max_num_seqs} sequences)"
     )
     for layout in spec.layouts:
-        plan = plan_memory(config, share, layout, device, free_memory(device) // ranks)
+        plan = plan_memory(config, share, layout, device, free_bytes)
         label = _mark(layout, layout is spec.default_layout)
         lines.append(f"  {label:<18}{spec.kv_bytes_per_token(layout) / 1024:>14.1f}{plan.tokens_that_fit:>17}")
     print(*lines, "* = default", sep="\n")  # at once: an error comes alone, not under half of a table

@@ -3,29 +3,33 @@
 Each thread does what its rank would do, so a whole tensor-parallel engine runs in lock-step within a second.
 """
 
+import socket
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pytest
 import torch
 from torch import Tensor
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import Int32Array
-from depthbatch.common.messages import PLAIN, StageBatch
+from depthbatch.worker import ranks as worker_ranks
 from depthbatch.worker.build import BuiltRunner, assemble
-from depthbatch.worker.device import KVPlan
-from depthbatch.worker.host_kv import HostKV
 from depthbatch.worker.models.interface import LoopedModel
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.models.tensor_parallel import TensorParallel
-from depthbatch.worker.ranks import Ranks
+from depthbatch.worker.rank_processes import Channel
+from depthbatch.worker.ranks import Follower, Leader, Ranks
+from depthbatch.worker.runner import ranked
+from depthbatch.worker.runner.overlapped import OverlappedRunner
 from depthbatch.worker.runner.plain import PlainRunner
-from depthbatch.worker.runner.ranked import FollowingStages, LeadingRunner, LeadingStages
+from depthbatch.worker.runner.ranked import LeadingRunner
 from fakes.lockstep import LockstepEngine
 
 WAIT_S = 30.0
+Runner = PlainRunner | OverlappedRunner
 
 
 class ThreadGroup:
@@ -39,7 +43,13 @@ class ThreadGroup:
         self._given: list[Tensor] = [torch.empty(0)] * size
         self._local = threading.local()
 
+    def stand_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Takes the place of torch.distributed."""
+        patch.setattr(ranked, "dist", self)
+        patch.setattr(worker_ranks, "join", lambda store, parallel, device: None)
+
     def enter(self, rank: int) -> None:
+        """Says which rank the calling thread is."""
         self._local.rank = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -78,61 +88,53 @@ class ThreadGroup:
         return results
 
 
-class ThreadRank(Ranks):
-    """One rank; ``followers`` are the queues of stages that rank 0 tells."""
-
-    def __init__(self, parallel: TensorParallel, plans: SimpleQueue[KVPlan], followers: list[SimpleQueue[Any]]) -> None:
-        self.parallel, self._plans, self._followers = parallel, plans, followers
-        self.stages = FollowingStages if parallel.rank else LeadingStages
-
-    def plan(self, make: Callable[[int], KVPlan], free_bytes: int) -> KVPlan:
-        if self.parallel.rank:
-            return self._plans.get(timeout=WAIT_S)
-        plan = make(free_bytes)
-        for _ in self._followers:
-            self._plans.put(plan)
-        return plan
-
-    def runner(
-        self, stages: Any, limits: Any, device: torch.device, grammars: Any, host_kv: HostKV | None
-    ) -> PlainRunner:
-        if self.parallel.rank:
-            return PlainRunner(stages, limits, device, host_kv=host_kv)
-        return LeadingRunner(stages, limits, device, grammars, host_kv, self._tell, lambda: None)
-
-    def _tell(self, header: StageBatch, frame: Int32Array, slot_params: Int32Array | None) -> None:
-        assert header.variant == PLAIN, "another rank is to decide something"
-        for queue in self._followers:
-            queue.put((header, frame.copy(), None if slot_params is None else slot_params.copy()))
-
-
 class ThreadedLockstep(LockstepEngine):
-    """The lock-step engine whose worker is several ranks; ``group`` is in the place of torch.distributed."""
+    """The lock-step engine whose worker is several ranks; ``group`` is in the place of torch.distributed.
+
+    The ranks are the production's, over its socket pairs, but for the processes.
+    """
 
     def __init__(self, config: EngineConfig, group: ThreadGroup) -> None:
         self.group = group
         super().__init__(config)
 
     def _new_worker(self) -> BuiltRunner:
-        plans: SimpleQueue[KVPlan] = SimpleQueue()
-        queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(1, self.group.size)]
+        return build_ranks(self.config, self.group, self._device)
 
-        def follow(rank: int) -> None:
-            self.group.enter(rank)
-            runner = self._assemble(rank, plans, queues).runner
-            while True:
-                runner.launch(*queues[rank - 1].get())
 
-        for rank in range(1, self.group.size):
-            threading.Thread(target=follow, args=(rank,), daemon=True).start()
-        self.group.enter(0)
-        return self._assemble(0, plans, queues)
+def build_ranks(
+    config: EngineConfig,
+    group: ThreadGroup,
+    device: torch.device,
+    backend: str | None = None,
+    of_rank: Callable[[BuiltRunner, int], Runner] = lambda built, rank: built.runner,
+) -> BuiltRunner:
+    """Rank 0's; the others run as threads until it is gone. ``of_rank`` may put another runner around a rank's stages."""
+    config = msgspec.structs.replace(config, tensor_parallel_size=group.size)
+    ends = {rank: socket.socketpair() for rank in range(1, group.size)}
 
-    def _assemble(self, rank: int, plans: SimpleQueue[KVPlan], queues: list[SimpleQueue[Any]]) -> BuiltRunner:
-        parallel = TensorParallel(rank, self.group.size, self.group.all_reduce)
-        with torch.inference_mode(False):
-            model = load_share(self.config, parallel)
-        return assemble(self.config, model, self._device, ranks=ThreadRank(parallel, plans, queues))
+    def follow(rank: int, end: socket.socket) -> None:
+        group.enter(rank)
+        follower = Follower(Channel(end), rank, group.size)
+        follower.run(of_rank(_assemble(config, follower, device, backend), rank))
+
+    channels = {}
+    for rank, (ours, theirs) in ends.items():
+        threading.Thread(target=follow, args=(rank, theirs), daemon=True).start()
+        channels[rank] = Channel(ours)
+    processes: Any = SimpleNamespace(channels=channels, wait_for_the_watch=lambda: None)
+    group.enter(0)
+    leader = Leader(config, processes)
+    built = _assemble(config, leader, device, backend)
+    assert isinstance(built.runner, LeadingRunner)
+    runner = of_rank(built._replace(runner=built.runner.runner), 0)
+    return built._replace(runner=leader.runner(runner))
+
+
+def _assemble(config: EngineConfig, ranks: Ranks, device: torch.device, backend: str | None) -> BuiltRunner:
+    with torch.inference_mode(False):
+        model = load_share(config, ranks.parallel)
+    return assemble(config, model, device, backend, ranks)
 
 
 def load_share(config: EngineConfig, parallel: TensorParallel) -> LoopedModel:

@@ -1,6 +1,7 @@
 """Ranks that share a model: shares put together are the whole, tokens and depths are those of one rank, and when a rank
 dies the worker does, and nothing else."""
 
+import argparse
 import os
 import shutil
 import signal
@@ -19,15 +20,15 @@ from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.deploy.cli.info import add_info_arguments, run_info
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from depthbatch.worker import ranks
 from depthbatch.worker.build import build_runner
-from depthbatch.worker.device import KVPlan
+from depthbatch.worker.device import KVPlan, resolve_device
 from depthbatch.worker.models.checkpoint import Checkpoint, CheckpointSource
 from depthbatch.worker.models.loader import load_model, open_model_dir
 from depthbatch.worker.models.tensor_parallel import TensorParallel
-from depthbatch.worker.runner import ranked
 from fakes.checkpoints import FIDELITY, HUGINN_TINY, OURO_TINY
 from fakes.lockstep import Disturbance, LockstepEngine
 from fakes.model_batch import Batch
@@ -96,12 +97,30 @@ def test_degrees_that_do_not_divide_are_refused() -> None:
         EngineConfig.from_values({"device": "simulated:h100-ouro-1.4b", "tensor_parallel_size": 2})
 
 
-def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where ``auto`` would choose it."""
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, also where ``auto`` would choose GPUs, and by ``info``, before anything is taken; and so is a torch
+    without NCCL. Each rank has the GPU of its number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for device in ("auto", "cuda"):
-        with pytest.raises(ConfigError, match="tensor_parallel_size 2 needs device cpu"):
+        with pytest.raises(
+            ConfigError, match="tensor_parallel_size 2: each rank needs a GPU of its own, and 1 can be seen"
+        ):
             build_runner(EngineConfig.from_values({"tensor_parallel_size": 2, "device": device}))
+        with pytest.raises(ConfigError, match="each rank needs a GPU of its own"):
+            run_info(info_arguments("demo", "--tensor-parallel-size", "2", "--device", device))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: this torch has no NCCL"):
+        resolve_device("cuda", 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert [resolve_device("auto", 2, rank=rank) for rank in range(2)] == [torch.device("cuda", n) for n in range(2)]
+    assert resolve_device("auto") == torch.device("cuda")
+
+
+def info_arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_info_arguments(parser)
+    return parser.parse_args(words)
 
 
 PROMPTS = [[49, 50, 43, 51, 48, 61], [110, 120, 33], [52, 54, 43, 53, 61], list(range(60, 80))]
@@ -162,7 +181,7 @@ def test_tokens_and_depths_are_those_of_one_rank(
     config = EngineConfig.from_values({**values, "kv_blocks": 40, "max_loops": 4, **more})
     tokens, depths = run(LockstepEngine(config))
     group = ThreadGroup(2)
-    monkeypatch.setattr(ranked.dist, "broadcast", group.broadcast)
+    group.stand_in(monkeypatch)
     together = ThreadedLockstep(config, group)
     before = len(group.broadcasts)
     assert run(together) == (tokens, depths)
@@ -194,28 +213,28 @@ def running(pid: int) -> bool:
 
 
 class Told:
-    """A rank's channel that has loaded."""
+    """A rank's channel that has found the others."""
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes, self.sent = free_bytes, list[bytes]()
 
     def receive(self) -> bytes:
-        return msgspec.json.encode(ranks.Loaded(self.free_bytes))
+        return msgspec.json.encode(ranks.Free(self.free_bytes))
 
     def send(self, message: bytes) -> None:
         self.sent.append(message)
 
 
-def test_kv_memory_is_planned_once_for_the_least_that_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divided by the ranks, which share the machine; every rank gets rank 0's plan."""
-    monkeypatch.setattr(ranks, "join", lambda store, parallel: None)
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", 600 // 3), ("cuda", 600)])
+def test_kv_memory_is_planned_once_for_the_least_that_a_rank_has(device: str, blocks: int) -> None:
+    """Divided by the ranks on a CPU, where they share the machine, not on GPUs; every rank gets rank 0's plan."""
     others = {1: Told(900), 2: Told(600)}
     processes: Any = SimpleNamespace(channels=others)
     leader = ranks.Leader(EngineConfig.from_values({"tensor_parallel_size": 3}), processes)
-    plan = leader.plan(lambda free_bytes: KVPlan(free_bytes, 16, 1, 64), 700)
-    assert plan.num_blocks == 600 // 3
+    plan = leader.plan(lambda free_bytes: KVPlan(free_bytes, 16, 1, 64), 700, torch.device(device))
+    assert plan.num_blocks == blocks
     for told in others.values():
-        assert [msgspec.json.decode(message, type=ranks.Begin).plan for message in told.sent] == [plan]
+        assert [msgspec.json.decode(message, type=KVPlan) for message in told.sent] == [plan]
 
 
 @pytest.mark.parametrize(("model", "kills"), [("demo", {6: 1, 30: 0}), ("demo-huginn", {})])

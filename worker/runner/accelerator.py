@@ -169,7 +169,8 @@ class CudaAccelerator:
 
     def wait(self, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)
-        mark.synchronize()
+        with torch.cuda.device(self.device):  # called by a thread of its own, whose device is the first
+            mark.synchronize()
 
     def passed_s(self, mark: Mark) -> float:
         assert isinstance(mark, torch.cuda.Event)
@@ -183,7 +184,8 @@ class CudaAccelerator:
         stream = self._streams[Lane.COMPUTE]
         # Streams of ours do not wait for the default one, which may still be filling the buffers that ``work`` reads.
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        # Outside the capture first: libraries take their workspaces and Triton compiles, for these very arguments.
+        # Outside the capture first: libraries take their workspaces, Triton compiles and NCCL connects, for these very
+        # arguments.
         with torch.cuda.stream(stream):
             work()
         stream.synchronize()
