@@ -189,7 +189,7 @@ class EngineConfig(Options, frozen=True):
     ] = 300.0
     threads: Annotated[Natural | None, option("threads of the CPU worker (default: the cores it may use)")] = None
     tensor_parallel_size: Annotated[
-        Natural, option("ranks that share the layers and the KV memory of one worker, on device cpu")
+        Natural, option("ranks that share the layers and the KV memory of one worker: processes, on GPUs one each")
     ] = 1
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")

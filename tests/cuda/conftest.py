@@ -4,11 +4,32 @@ Tests marked ``gpu`` need a device and compiled kernels: ``TRITON_INTERPRET=0 py
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def torch_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a GPU, with what a tape can hold: no C kernels, torch's sort, the Triton backend (with its twin: interpreting
+    takes minutes)."""
+    from depthbatch.worker.attention import triton_decode
+    from depthbatch.worker.layers import ops
+    from depthbatch.worker.layers.cpu.library import MODE_VARIABLE, cpu_kernels
+    from depthbatch.worker.sampling import sampler
+    from fakes import triton_twin
+
+    monkeypatch.setattr(triton_decode, "append_kv", triton_twin.append_kv)
+    monkeypatch.setattr(triton_decode, "decode_attention", triton_twin.decode_attention)
+    monkeypatch.setenv(MODE_VARIABLE, "torch")
+    monkeypatch.setattr(sampler, "_descending", lambda weights: torch.sort(weights, descending=True).values)
+    ops.use_kernels(None)
+    yield
+    monkeypatch.undo()
+    ops.use_kernels(cpu_kernels())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

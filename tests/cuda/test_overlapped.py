@@ -20,7 +20,7 @@ from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.accelerator import CompletionWatch, Lane
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from fakes.adverse_accelerator import AdverseAccelerator
-from fakes.overlapped_serving import configure, requests, serve, warm
+from fakes.overlapped_serving import configure, longer, requests, serve, warm
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -62,11 +62,7 @@ def test_k_and_v_that_went_to_the_host_and_back(model: str, layout: str, gate: G
     plain_config = configure(model, "off", layout)
     loaded = load_model(plain_config.model, dtype="float32", device=device, load_format="auto", seed=0)
     plain = assemble(plain_config, loaded, device, "sdpa")
-    plainer = {"max_tokens": 24, "presence_penalty": 0.0, "repetition_penalty": 1.0, "bad_sequences": b""}
-    submits = [
-        msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, **plainer, allow_list=b""))
-        for each in requests(gate, plain.info.r_max)
-    ]
+    submits = longer(requests(gate, plain.info.r_max))
     want, _ = serve(Scheduler(SchedulerConfig.resolve(plain_config, plain.info)), plain.runner, submits)
     config = configure(model, "lookahead", layout, preemption="offload", kv_blocks=44, max_model_len=88, block_size=2)
     built = assemble(config, loaded, device, "sdpa")

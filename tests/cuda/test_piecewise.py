@@ -4,7 +4,6 @@ Pieces and decode stages are captured on tapes (tape_accelerator.py), which repl
 run none of the captured Python again; the attention of both paths is the Triton backend with its twin.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,35 +15,20 @@ from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import PLAIN
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
-from depthbatch.worker.attention import triton_decode
 from depthbatch.worker.attention.paged import TritonAttention
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.device import resolve_device
-from depthbatch.worker.layers import ops
-from depthbatch.worker.layers.cpu.library import MODE_VARIABLE, cpu_kernels
 from depthbatch.worker.models.loader import load_model
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from depthbatch.worker.runner.prefill_graphs import TOKEN_COUNTS, PiecewisePrefill, token_counts
 from depthbatch.worker.runner.stage_tensors import PrefillInput
-from depthbatch.worker.sampling import sampler as sampling
-from fakes import triton_twin
 from fakes.overlapped_serving import configure, requests, serve, warm
 from fakes.tape_accelerator import TapeAccelerator
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 
 
-@pytest.fixture(autouse=True)
-def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU: no C kernels, torch's sort, the Triton backend (with its twin: interpreting takes minutes)."""
-    monkeypatch.setattr(triton_decode, "append_kv", triton_twin.append_kv)
-    monkeypatch.setattr(triton_decode, "decode_attention", triton_twin.decode_attention)
-    monkeypatch.setenv(MODE_VARIABLE, "torch")
-    monkeypatch.setattr(sampling, "_descending", lambda weights: torch.sort(weights, descending=True).values)
-    ops.use_kernels(None)
-    yield
-    monkeypatch.undo()
-    ops.use_kernels(cpu_kernels())
+pytestmark = pytest.mark.usefixtures("torch_operators")
 
 
 def built(model: str, layout: str, mode: str = "off", **options: object) -> BuiltRunner:

@@ -1,6 +1,6 @@
 """Fake ``cuda`` tensors that can be indexed and copied where torch is built without CUDA.
 
-torch's own ``tensor[...]`` and ``copy_`` ask for a guard of the tensor's device before they reach the fake mode, and a
+torch's own ``tensor[...]``, ``copy_`` and ``contiguous`` ask for a guard of the tensor's device before they reach the fake mode, and a
 build without CUDA has none. The same through aten operators has no such step.
 """
 
@@ -28,6 +28,9 @@ class _Unguarded(TorchFunctionMode):
             return aten.index_put_.default(view, indices, value) if indices else aten.copy_.default(view, value)
         if func is torch.Tensor.copy_:
             return aten.copy_.default(*args, **(kwargs or {}))
+        if func is torch.Tensor.contiguous:
+            [x] = args
+            return x if x.is_contiguous() else aten.clone.default(x, memory_format=torch.contiguous_format)
         if func is torch.tensor and not isinstance(args[0], int) and kwargs and "device" in kwargs:
             host = func(*args, **{**kwargs, "device": "cpu"})
             return torch.empty(host.shape, dtype=host.dtype, device=kwargs["device"])

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import pytest
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from depthbatch.common.config import EngineConfig
+from depthbatch.common.frames import Int32Array
+from depthbatch.common.messages import PLAIN, StageBatch
 from depthbatch.worker import ranks as worker_ranks
 from depthbatch.worker.build import BuiltRunner, assemble
 from depthbatch.worker.models.interface import LoopedModel
@@ -26,10 +29,12 @@ from depthbatch.worker.runner import ranked
 from depthbatch.worker.runner.overlapped import OverlappedRunner
 from depthbatch.worker.runner.plain import PlainRunner
 from depthbatch.worker.runner.ranked import LeadingRunner
+from depthbatch.worker.runner.stage_io import LaunchedStage
 from fakes.lockstep import LockstepEngine
 
 WAIT_S = 30.0
 Runner = PlainRunner | OverlappedRunner
+GROUPS: "WeakValueDictionary[int, ThreadGroup]" = WeakValueDictionary()
 
 
 class ThreadGroup:
@@ -42,6 +47,7 @@ class ThreadGroup:
         self._barrier = threading.Barrier(size)
         self._given: list[Tensor] = [torch.empty(0)] * size
         self._local = threading.local()
+        GROUPS[id(self)] = self
 
     def stand_in(self, patch: pytest.MonkeyPatch) -> None:
         """Takes the place of torch.distributed."""
@@ -54,20 +60,26 @@ class ThreadGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in its place. A rank whose tensor has another shape breaks here."""
-        total = torch.stack(self._exchange(x)).sum(0)
-        return x.copy_(total)
+        torch.ops.depthbatch_ranks.all_reduce_(x, id(self), self._local.rank)
+        return x
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        x.copy_(self._exchange(x)[source])
-        if self._local.rank == 0:
+        torch.ops.depthbatch_ranks.broadcast_(x, source, id(self), self._local.rank)
+
+    def add_up(self, x: Tensor, rank: int) -> None:
+        x.copy_(torch.stack(self._exchange(x, rank)).sum(0))
+
+    def take(self, x: Tensor, source: int, rank: int) -> None:
+        x.copy_(self._exchange(x, rank)[source])
+        if rank == 0:
             self.broadcasts.append((x.dtype, x.dim()))
 
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self._given[self._local.rank] = x.clone()
+    def _exchange(self, x: Tensor, rank: int) -> list[Tensor]:
+        self._given[rank] = x.clone()
         self._barrier.wait(WAIT_S)
         given = list(self._given)
         self._barrier.wait(WAIT_S)
-        if self._local.rank == 0:
+        if rank == 0:
             self.collectives += 1
         return given
 
@@ -86,6 +98,14 @@ class ThreadGroup:
         for thread in others:
             thread.join(WAIT_S)
         return results
+
+
+# Operators, so that a tape (tape_accelerator.py) holds them as a graph holds NCCL's.
+_library = torch.library.Library("depthbatch_ranks", "DEF")
+_library.define("all_reduce_(Tensor(a!) x, int group, int rank) -> ()")
+_library.define("broadcast_(Tensor(a!) x, int source, int group, int rank) -> ()")
+_library.impl("all_reduce_", lambda x, group, rank: GROUPS[group].add_up(x, rank), "CPU")
+_library.impl("broadcast_", lambda x, source, group, rank: GROUPS[group].take(x, source, rank), "CPU")
 
 
 class ThreadedLockstep(LockstepEngine):
@@ -116,7 +136,7 @@ def build_ranks(
     def follow(rank: int, end: socket.socket) -> None:
         group.enter(rank)
         follower = Follower(Channel(end), rank, group.size)
-        follower.run(of_rank(_assemble(config, follower, device, backend), rank))
+        follower.run(_deciding_nothing(of_rank(_assemble(config, follower, device, backend), rank)))
 
     channels = {}
     for rank, (ours, theirs) in ends.items():
@@ -129,6 +149,19 @@ def build_ranks(
     assert isinstance(built.runner, LeadingRunner)
     runner = of_rank(built._replace(runner=built.runner.runner), 0)
     return built._replace(runner=leader.runner(runner))
+
+
+def _deciding_nothing(runner: Runner) -> Runner:
+    """Runs only what asks for no decision."""
+    launch = runner.launch
+
+    def checked(header: StageBatch, *frames: Int32Array) -> LaunchedStage:
+        decisions = "allow_lists", "adjustments", "bad_sequences", "targets"
+        assert header.variant == PLAIN and not any(getattr(header.extra, name, b"") for name in decisions)
+        return launch(header, *frames)
+
+    setattr(runner, "launch", checked)  # noqa: B010  (a method of one object)
+    return runner
 
 
 def _assemble(config: EngineConfig, ranks: Ranks, device: torch.device, backend: str | None) -> BuiltRunner:
