@@ -37,6 +37,7 @@ SECTIONS = (
     Section("huginn.engines", 150),
     Section("ouro.speculation", 120),
     Section("huginn.speculation", 120),
+    Section("ranks", 150),
     Section("tests.cpu-side", 90),
 )
 BUDGET_S = 450.0  # of the 8 minutes that a check may take
@@ -146,13 +147,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def run_section(name: str, dry_run: bool, work: Path, into: Path) -> int:
     """A section in this process: one line of JSON a result as soon as it is there."""
-    from depthbatch.benchmarks.gpu import sections, speculation
+    from depthbatch.benchmarks.gpu import ranks, sections, speculation
     from depthbatch.common.os_process import die_with_parent
 
     die_with_parent(os.getppid())
     setup = sections.Setup(dry_run, work, TESTS / "data" / "fidelity")
     model, _, part = name.rpartition(".")
-    function = getattr(speculation if part == "speculation" else sections, part)
+    function = getattr({"speculation": speculation, "ranks": ranks}.get(part, sections), part)
     with into.open("a") as file:
 
         def put(name: str, status: str, **values: Any) -> None:
@@ -162,6 +163,8 @@ def run_section(name: str, dry_run: bool, work: Path, into: Path) -> int:
         try:
             for found, result in function(setup, model) if model else function(setup):
                 put(found, "ok", **result)
+        except sections.Skipped as reason:
+            put(name, "skipped", reason=str(reason))
         except Exception as error:
             put(name, "failed", error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
             return 1

@@ -44,6 +44,10 @@ ENGINES = (  # label, policy, async_scheduling
 )
 
 
+class Skipped(Exception):
+    """A section that this machine cannot run; its text says why."""
+
+
 class Setup(NamedTuple):
     """Where and what."""
 

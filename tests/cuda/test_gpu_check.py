@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from depthbatch.benchmarks.gpu import check as gpu_check
+from depthbatch.benchmarks.gpu import ranks as gpu_ranks
 from depthbatch.benchmarks.gpu import sections as gpu_sections
 from depthbatch.benchmarks.gpu import speculation as gpu_speculation
 from depthbatch.benchmarks.gpu.check import Report, Section, check
@@ -89,6 +92,32 @@ def test_engines(setup: Setup) -> None:
     assert (first, second) == ("ouro.engine.cb", "ouro.engine.refill")
     assert cb["mean_depth"] == 4.0 and 2.0 <= refill["mean_depth"] < 4.0
     assert refill["relative_to_cb"] > 0 and 0 <= refill["idle_share"] <= 1
+
+
+def test_ranks(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo: two ranks give the tokens of one while both are killed in turn; the comparison can fail; a sum has its time."""
+    monkeypatch.setattr(gpu_ranks, "OUTPUTS", 6)
+    monkeypatch.setattr(gpu_ranks, "MODELS", {"demo": {0: 1, 12: 0}})
+    results = gpu_ranks.ranks(setup)
+    name, exact = next(results)
+    assert name == "ranks.exact.demo" and exact["restarts"] == 2 and exact["tokens"] == 8 * gpu_ranks.OUTPUTS
+    assert len(exact["depths"]) > 1
+    times = gpu_ranks.all_reduce_times(2, 64, "float32", (1, 8))
+    assert all(took.least_us > 0 and took.replayed_us is None for took in times.values())
+    monkeypatch.setattr(gpu_ranks, "LLM", MagicMock())
+    different = iter([([[5, 6]], [[1, 2]]), ([[5, 7]], [[1, 2]])])
+    monkeypatch.setattr(gpu_ranks, "answers", lambda *arguments: next(different))
+    with pytest.raises(AssertionError, match="not the answers of one rank"):
+        gpu_ranks.exactness(setup, "demo", {})
+
+
+def test_one_gpu_is_too_few_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The section says so and is skipped, which is no failure."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    into = tmp_path / "out.jsonl"
+    assert gpu_check.run_section("ranks", False, tmp_path, into) == 0
+    told = json.loads(into.read_text())
+    assert told == {"name": "ranks", "status": "skipped", "values": {"reason": "1 GPU can be seen, 2 ranks need 2"}}
 
 
 def test_a_section_that_fails_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
