@@ -132,6 +132,7 @@ class Run:
         config = scheduler_config(fleet, traffic, profile)
         self.replicas = [Replica(config, profile) for _ in range(fleet.replicas)]
         count = len(traffic.arrivals_s)
+        self._count_up()
         self._now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -181,14 +182,11 @@ class Run:
     # --- requests
 
     def _submit(self, request: int) -> None:
-        """To the replica that the router names; when none is up, the request waits for the first that rises."""
+        """To the replica that the router names."""
         traffic, generated = self.traffic, self._depths.setdefault(request, bytearray())
         loops = traffic.expected_loops[request] - sum(generated)
         order = Order(traffic.prefixes(request), loops)
         index = self._route(order)
-        if index is None:
-            self._at(self._now_s + 1.0, partial(self._submit, request))
-            return
         self._affinity.went(order, index)
         self._owner[request] = index
         self._sent_load[request] = 1.0 if self.fleet.router == "requests" else loops
@@ -199,10 +197,9 @@ class Run:
             raise ConfigError(f"request {request} cannot be served: {rejected.reason}")
         self._work(index)
 
-    def _route(self, order: Order) -> int | None:
-        up = [index for index, replica in enumerate(self.replicas) if replica.up]
-        if not up:
-            return None
+    def _route(self, order: Order) -> int:
+        """One of those that are up, which some are: not all may fail."""
+        up = self._up
         match self.fleet.router:
             case "round-robin":
                 self._next += 1
@@ -212,6 +209,9 @@ class Run:
                 assert isinstance(best, int)
                 return best
         return up[int(np.argmin(self._loads[up] if len(up) < len(self.replicas) else self._loads))]
+
+    def _count_up(self) -> None:
+        self._up = [index for index, replica in enumerate(self.replicas) if replica.up]
 
     def _work(self, index: int) -> None:
         """Has the replica schedule; its next result is an event."""
@@ -255,6 +255,7 @@ class Run:
         replica, fleet = self.replicas[index], self.fleet
         lost = [request for request in self._depths if self._owner[request] == index]
         replica.die()
+        self._count_up()
         self._loads[index] = 0.0
         for request in lost:
             self._victims[request] = True
@@ -262,7 +263,11 @@ class Run:
             if not fleet.resume:
                 self._depths[request] = bytearray()
             self._at(self._now_s + fleet.detect_s, partial(self._submit, request))
-        self._at(self._now_s + fleet.restart_s, lambda: replica.rise(self._now_s))
+        self._at(self._now_s + fleet.restart_s, partial(self._rise, replica))
+
+    def _rise(self, replica: Replica) -> None:
+        replica.rise(self._now_s)
+        self._count_up()
 
 
 def scheduler_config(fleet: Fleet, traffic: Traffic, profile: DeviceProfile) -> SchedulerConfig:
@@ -401,7 +406,9 @@ def run_fleet(args: argparse.Namespace) -> int:
             print(line(row), file=sys.stderr, flush=True)
             return row
 
-        rows.append(probe(args.replicas) if args.goal is None else fewest_replicas(probe, args.goal, 1, args.replicas))
+        least = args.failures + 1
+        found = probe(args.replicas) if args.goal is None else fewest_replicas(probe, args.goal, least, args.replicas)
+        rows.append(found)
     write_json(rows if len(rows) > 1 else rows[0], args.output)
     return 0
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from depthbatch.benchmarks.figures import import_pyplot
 from depthbatch.benchmarks.fleet import Fleet, Run, fewest_replicas, line, report
 from depthbatch.benchmarks.fleet_traffic import TrafficOptions, make_traffic
 from depthbatch.common.errors import ConfigError
@@ -141,11 +142,7 @@ def _more(row: Mapping[str, Any]) -> str:
 
 def draw(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
     """Figures of the page: p99 by router and load; what a death costs; replicas for a load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = import_pyplot()
     rows = list(rows)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     for router, colour in (("round-robin", "0.35"), ("requests", "tab:orange"), ("loops", "tab:blue")):
@@ -188,8 +185,9 @@ def add_fleet_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_fleet_sweep(args: argparse.Namespace) -> int:
-    """Raises ConfigError."""
+    """Raises ConfigError; where the figures cannot be drawn, before anything runs."""
+    import_pyplot()
     rows = sweep(args.directory, (case for case in cases() if args.only in (None, case.question)))
-    draw(rows, args.directory)
     (args.directory / "tables.txt").write_text(tables(rows), encoding="utf-8")
+    draw(rows, args.directory)
     return 0

@@ -94,7 +94,7 @@ def configs(args: Mapping[str, Any]) -> tuple[EngineConfig, HttpConfig, RayConfi
                 entry = fields[name]
                 own[name] = entry.parse(value, key) if isinstance(value, str) else value
         if entry is None:
-            where = "Ray's to set" if name in NOT_HERE else "no option"
+            where = "not an option on Ray Serve" if name in NOT_HERE else "no option"
             raise ConfigError(f"{key}: {where}")
     return EngineConfig.from_values(values[0]), HttpConfig(**values[1]), RayConfig(**values[2])
 
@@ -172,11 +172,6 @@ class EngineReplica:
         again is no reason."""
         if self._engine.failure is not None:
             raise self._engine.failure
-
-    async def pids(self) -> dict[str, int]:
-        """Of this process and its children."""
-        processes = self._engine.health().processes
-        return {"replica": os.getpid(), **{name: processes[name].pid for name in ("scheduler", "worker")}}
 
     async def __del__(self) -> None:
         self._teller.cancel()

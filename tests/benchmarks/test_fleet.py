@@ -1,5 +1,8 @@
 """``bench fleet``: one replica against the simulator, deaths, routers, and the search for the smallest fleet."""
 
+import argparse
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from depthbatch.benchmarks import fleet_sweep
+from depthbatch.benchmarks import fleet, fleet_sweep
 from depthbatch.benchmarks.fleet import Fleet, Run, fewest_replicas, report, scheduler_config
 from depthbatch.benchmarks.fleet_traffic import Traffic, TrafficOptions, make_traffic
 from depthbatch.benchmarks.simulate import simulate
@@ -98,6 +101,23 @@ def test_the_smallest_fleet_is_found() -> None:
     assert fewest_replicas(probe, (100.0, 30.0), 1, 128)["replicas"] == 70 and len(asked) <= 9
     with pytest.raises(ConfigError, match="128 replicas do not meet the goal"):
         fewest_replicas(probe, (10.0, 30.0), 1, 128)
+
+
+def test_a_search_begins_with_one_replica_more_than_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the search asked for fleets in which none was left, which ended it with an error."""
+    parser = argparse.ArgumentParser()
+    fleet.add_fleet_arguments(parser)
+    words = ["--replicas", "3", "--failures", "1", "--requests", "30", "--rate", "5", "--goal", "1e9", "1e9"]
+    assert fleet.run_fleet(parser.parse_args(words)) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["replicas"] == 2 and [row.split()[0] for row in told.err.splitlines()] == ["3", "2"]
+
+
+def test_a_sweep_that_cannot_be_drawn_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="figures need matplotlib"):
+        fleet_sweep.run_fleet_sweep(argparse.Namespace(directory=tmp_path, only=None))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_sweep_goes_on_where_its_file_ends(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ OPTIONS = {
     "threads": "1",
     "gate": "delayed",
 }
-ARGS = sys.argv[2:]  # more of them
 
 
 def body(number: int) -> dict:

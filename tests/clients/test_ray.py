@@ -58,7 +58,8 @@ def test_scaling_loses_nothing(report: dict[str, Any]) -> None:
 def test_bad_options_are_told() -> None:
     """Before anything is deployed, in one line that names the option."""
     expected = {
-        "port": ("1", "port: Ray's to set"),
+        "port": ("1", "port: not an option on Ray Serve"),
+        "zmq_bind": ("tcp://127.0.0.1:1", "zmq_bind: not an option on Ray Serve"),
         "min_replicas": ("0", "min_replicas must be at least 1, not 0"),
         "max_num_seq": ("8", "max_num_seq: no option"),
         "policy": ("none", "policy must be one of auto, refill, no-refill, cb, not 'none'"),
