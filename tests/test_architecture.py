@@ -101,6 +101,7 @@ READ_DIRECTLY = {
     "benchmarks/fleet_sweep.py": "its own results",
     "benchmarks/frontends.py": "pids of the run directory",
     "benchmarks/gpu/check.py": "its own results",
+    "benchmarks/gpu/ranks.py": "/proc",
     "benchmarks/paper_report.py": "its own results",
     "benchmarks/service_figures.py": "the server's log, /proc",
     "benchmarks/sources.py": "bytes, decoded by text_files",
