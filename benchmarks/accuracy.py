@@ -103,6 +103,8 @@ def _questions(args: argparse.Namespace) -> list[Question]:
         if args.match != "exact" or args.answer_tokens:
             raise ConfigError("--match and --answer-tokens need --questions: the demo task has short, exact answers")
         return heldout_questions(args.task_seed, args.examples or (QUICK_EXAMPLES if args.quick else EXAMPLES))
+    if args.task_seed:
+        raise ConfigError("--task-seed is of the demo task, not of --questions")
     if args.match != "exact" and not args.answer_tokens:
         raise ConfigError(f"--answer-tokens must say how long an answer may be, not {args.answer_tokens}")
     return read_questions(args.questions, args.match, args.answer_tokens)[: args.examples]

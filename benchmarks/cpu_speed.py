@@ -100,6 +100,19 @@ def dummy_model() -> Iterator[str]:
         yield directory
 
 
+def engine_config(directory: str, w: int, threads: int | None, **options: Any) -> EngineConfig:
+    """Of the model in ``directory``, without the prefix cache: rounds have the same prompts."""
+    return EngineConfig(
+        model=directory,
+        load_format="dummy",
+        device="cpu",
+        max_num_seqs=w,
+        threads=threads,
+        prefix_caching="off",
+        **options,
+    )
+
+
 # --- the engine against a plain loop
 
 
@@ -123,15 +136,8 @@ def _full_depth(directory: str, args: argparse.Namespace, plain: float) -> dict[
     requests = (WorkloadRequest(PROMPT, OUTPUT),) * (args.rounds * args.w)
     best: dict[str, Record] = {}
     for kind in ("bf16", "int8") * 2:
-        config = EngineConfig(
-            model=directory,
-            load_format="dummy",
-            device="cpu",
-            policy="cb",
-            max_num_seqs=args.w,
-            threads=args.threads,
-            quantization="int8" if kind == "int8" else None,
-        )
+        quantization = "int8" if kind == "int8" else None
+        config = engine_config(directory, args.w, args.threads, policy="cb", quantization=quantization)
         record = measure(config, Workload(requests), stage_flops(config))
         if kind not in best or record.tokens_per_s > best[kind].tokens_per_s:
             best[kind] = record
@@ -164,17 +170,7 @@ def _by_policy(
     """tokens/s of each policy with its ratios to cb and to the plain loops."""
     records = []
     for policy in ("cb", "no-refill", "refill"):
-        config = EngineConfig(
-            model=directory,
-            load_format="dummy",
-            device="cpu",
-            policy=policy,
-            max_num_seqs=w,
-            kv_layout=layout,
-            prefix_caching="off",  # a round's prompts are those of the last one
-            threads=threads,
-            async_scheduling="lookahead",
-        )
+        config = engine_config(directory, w, threads, policy=policy, kv_layout=layout)
         records.append(measure(config, workload, stage_flops(config)))
         records[-1].compare_with(records[0])
     print_table(records)
@@ -192,7 +188,7 @@ def _by_policy(
 
 def core_step(directory: str, w: int, threads: int | None) -> dict[str, float]:
     """A worker's core step at W rows in the middle of the outputs, and its share outside kernels and operators."""
-    config = EngineConfig(model=directory, load_format="dummy", device="cpu", max_num_seqs=w, threads=threads)
+    config = engine_config(directory, w, threads)
     with kernel_clock() as kernel:
         runner = build_runner(config).runner
     frame = np.zeros((ROW_FIELDS, w), np.int32)
@@ -276,19 +272,15 @@ class _Engine:
     def __init__(self, choice: str, directory: str, args: argparse.Namespace, stack: ExitStack) -> None:
         policy = PolicyChoice.parse(choice)
         workload = make_workload(args.requests_per_slot * args.w)
-        config = EngineConfig(
-            model=directory,
-            load_format="dummy",
-            device="cpu",
-            dtype="bfloat16",
+        config = engine_config(
+            directory,
+            args.w,
+            args.threads,
             policy=policy.policy,
             min_coda_batch=policy.k,
-            max_num_seqs=args.w,
             max_model_len=workload.longest,
             kv_blocks=args.w * workload.longest,  # five engines share the memory; a block holds at least one token
-            threads=args.threads,
             async_scheduling=args.async_scheduling,
-            prefix_caching="off",  # a round's prompts are those of the last one
         )
         self._llm = stack.enter_context(LLM.from_config(config, quiet=True))
         vocabulary = self._llm.info.vocab_size

@@ -74,6 +74,12 @@ def run_eval(args: argparse.Namespace) -> int:
     server does not answer."""
     if not args.lm_eval and not args.reasoning_gym:
         raise ConfigError("no task: --lm-eval TASK or --reasoning-gym TASK")
+    if not args.lm_eval and (args.num_fewshot is not None or args.include_path is not None):
+        raise ConfigError("--num-fewshot and --include-path need --lm-eval")
+    if args.include_path is not None and not args.include_path.is_dir():
+        raise ConfigError(f"--include-path {args.include_path} is not a directory")
+    if not args.reasoning_gym and (args.instruction or args.seed):
+        raise ConfigError("--instruction and --seed need --reasoning-gym")
     if args.gate is not None and not args.exit_threshold:
         raise ConfigError("--gate needs --exit-threshold")
     if args.figure is not None:

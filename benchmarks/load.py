@@ -179,6 +179,10 @@ def json_object(text: str) -> dict[str, Any]:
 def run_serve(args: argparse.Namespace) -> int:
     """Runs the load; exit code 1 when no request succeeded."""
     targets = parse_goodput(args.goodput)
+    if args.url.startswith("http") and args.exits is not None:
+        raise ConfigError("--exits needs the native API: no request over HTTP says how deep its tokens go")
+    if not args.url.startswith("http") and (args.api_key is not None or args.extra_body):
+        raise ConfigError("--api-key and --extra-body need an http or https --url")
     workload = workload_from_arguments(args, args.r_max, args.seed)
     arrivals = arrival_times(len(workload.requests), args.request_rate, args.burstiness, args.seed)
     figures = asyncio.run(_run(args, workload, arrivals.tolist()))
@@ -227,7 +231,7 @@ async def _native(url: str) -> NativeClient:
         await client.wait_for_server()
     except ServerError as error:
         await client.close()
-        raise ConfigError(f"url {url!r}: {error}") from None
+        raise ConfigError(f"{url}: {error}") from None
     return client
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from depthbatch.benchmarks import clients
 from depthbatch.benchmarks.clients import Endpoint, NativeClient, OpenAIClient
 from depthbatch.benchmarks.load import RequestTimes, add_serve_arguments, parse_goodput, run_serve, send_all, summarise
 from depthbatch.benchmarks.synthetic import arrival_times
@@ -197,6 +198,15 @@ def test_server_that_is_not_there_is_named() -> None:
         run_serve(parser.parse_args(["--url", "http://127.0.0.1:9"]))
     with pytest.raises(ConfigError, match="not an http"):
         Endpoint("ftp://x")
+
+
+def test_native_server_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the load waited for ever, since zmq connects to what may come."""
+    parser = OneLineParser()
+    add_serve_arguments(parser)
+    monkeypatch.setattr(clients, "ANSWER_S", 0)
+    with pytest.raises(ConfigError, match=r"nobody: no answer within 0 s"):
+        run_serve(parser.parse_args(["--url", f"ipc://{tmp_path}/nobody"]))
 
 
 # --- native API

@@ -6,7 +6,7 @@ Which token a bad sequence forbids follows from the tokens before it, which unde
 import numpy as np
 import pytest
 from engine.test_lockstep import engine
-from engine.test_logits import LAYOUT, OUTPUTS, Row, bias_bytes, reference_logits
+from engine.test_logits import LAYOUT, OUTPUTS, Row, bias_bytes, full_depth_requests, reference_logits
 
 from depthbatch.common.frames import BAD_SEQUENCE_TOKENS
 from depthbatch.common.messages import RequestParams, Variant
@@ -56,21 +56,15 @@ def rules(free: list[list[int]], prompts: list[list[int]]) -> list[tuple[tuple[i
 def batch_of(
     made: list[tuple[tuple[int, ...], list[list[int]]]], vocab: int, temperature: float = 0.0
 ) -> list[tuple[list[int], RequestParams]]:
-    return [
-        (
-            prompt,
-            RequestParams(
-                max_tokens=OUTPUTS,
-                max_loops=R_MAX[OURO],
-                temperature=temperature,
-                seed=index,
-                bad_sequences=bad_rows(bad),
-                allow_list=allow_list(allowed, vocab) if allowed else b"",
-                logit_bias=bias_bytes({FEW[0]: 5.0}) if index == 4 else b"",
-            ),
-        )
-        for index, (prompt, (allowed, bad)) in enumerate(zip(prompts_of(OURO), made, strict=True))
+    mixes: list[dict[str, object]] = [
+        {
+            "bad_sequences": bad_rows(bad),
+            "allow_list": allow_list(allowed, vocab) if allowed else b"",
+            "logit_bias": bias_bytes({FEW[0]: 5.0}) if index == 4 else b"",
+        }
+        for index, (allowed, bad) in enumerate(made)
     ]
+    return full_depth_requests(mixes, temperature)
 
 
 @pytest.fixture(scope="module")

@@ -84,19 +84,18 @@ def requests(logprobs: bool = False, temperature: float = 0.0) -> list[tuple[lis
         {},
         {"frequency_penalty": -1.0, "repetition_penalty": 1.2, "logit_bias": bias_bytes({3: 2.0})},
     ]
+    for index, mix in enumerate(mixes):
+        mix |= {"logprobs": logprobs and index % 2 == 0, "prompt_logprobs": logprobs and index % 3 == 0}
+    return full_depth_requests(mixes, temperature)
+
+
+def full_depth_requests(
+    mixes: list[dict[str, object]], temperature: float = 0.0
+) -> list[tuple[list[int], RequestParams]]:
+    """The prompts, each with a mix of parameters and its index as the seed."""
+    common: dict[str, object] = {"max_tokens": OUTPUTS, "max_loops": R_MAX[OURO], "temperature": temperature}
     return [
-        (
-            prompt,
-            RequestParams(
-                max_tokens=OUTPUTS,
-                max_loops=R_MAX[OURO],
-                temperature=temperature,
-                seed=index,
-                logprobs=logprobs and index % 2 == 0,
-                prompt_logprobs=logprobs and index % 3 == 0,
-                **mix,  # type: ignore[arg-type]
-            ),
-        )
+        (prompt, RequestParams(**common, **mix, seed=index))  # type: ignore[arg-type]
         for index, (prompt, mix) in enumerate(zip(prompts_of(OURO), mixes, strict=True))
     ]
 

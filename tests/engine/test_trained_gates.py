@@ -5,6 +5,7 @@ files are read by the engine's loader and by the reference.
 """
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from fakes.checkpoints import (
     write_lookahead_gate,
     write_preloop_gate,
 )
-from fakes.lockstep import LockstepEngine
+from fakes.lockstep import Answer, LockstepEngine
 from reference import huginn, ouro
 
 OUTPUTS = 10
@@ -35,6 +36,17 @@ def gated_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lookahead_gate(path, config["hidden_size"])
     write_preloop_gate(path, config["hidden_size"], config["total_ut_steps"])
     return path
+
+
+def check(
+    reference: ModuleType, model: Path, layout: str, prompt: list[int], params: RequestParams, answer: Answer
+) -> None:
+    """Depths and tokens are those of the request alone, by the reference."""
+    limits = {"min_loops": params.min_loops, "max_loops": params.max_loops}
+    gate = {"gate": params.gate.label, "threshold": params.exit_threshold}
+    alone = reference.generate(model, prompt, OUTPUTS, layout, **gate, **limits)
+    assert answer.depths == alone.depths, params
+    assert answer.tokens == alone.tokens, params
 
 
 @pytest.mark.parametrize("policy", ["refill", "no-refill"])
@@ -56,18 +68,7 @@ def test_exits_of_trained_gates(gated_model: Path, policy: str) -> None:
         requests.append((prompt, params))
     answers = engine.run(requests)
     for (prompt, params), answer in zip(requests, answers, strict=True):
-        alone = ouro.generate(
-            gated_model,
-            prompt,
-            OUTPUTS,
-            "last_exited",
-            gate=params.gate.label,
-            threshold=params.exit_threshold,
-            min_loops=params.min_loops,
-            max_loops=params.max_loops,
-        )
-        assert answer.depths == alone.depths, params
-        assert answer.tokens == alone.tokens, params
+        check(ouro, gated_model, "last_exited", prompt, params, answer)
     for gate in (Gate.LOOKAHEAD, Gate.PRELOOP):
         seen = {
             d for (_, params), a in zip(requests, answers, strict=True) if params.gate is gate for d in a.depths[1:]
@@ -101,18 +102,7 @@ def test_a_preloop_head_decides_the_first_exit_and_lookahead_the_rest(tmp_path: 
     ]
     depths: dict[tuple[Gate, int], set[int]] = {}
     for (prompt, params), answer in zip(requests, engine.run(requests), strict=True):
-        alone = huginn.generate(
-            tmp_path,
-            prompt,
-            OUTPUTS,
-            layout,
-            gate=params.gate.label,
-            threshold=params.exit_threshold,
-            min_loops=params.min_loops,
-            max_loops=params.max_loops,
-        )
-        assert answer.depths == alone.depths, params
-        assert answer.tokens == alone.tokens, params
+        check(huginn, tmp_path, layout, prompt, params, answer)
         depths.setdefault((params.gate, params.min_loops), set()).update(answer.depths[1:])
     assert {1, 2, 3} <= depths[Gate.LOOKAHEAD, 1], "the first loop, and later ones by the other head"
     assert min(depths[Gate.LOOKAHEAD, 2]) == 2

@@ -68,3 +68,10 @@ def write_preloop_gate(path: Path, hidden_size: int, loops: int, seed: int = 0) 
     weight = 2.0 * torch.randn(loops, hidden_size, generator=generator)
     tensors = {"weight": weight, "bias": torch.randn(loops, generator=generator)}
     save_file(tensors, path / "preloop_gate.safetensors", {"kind": "preloop"})
+
+
+def config_only(path: Path, config: dict[str, Any]) -> str:
+    """A model directory without weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)

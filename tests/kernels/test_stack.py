@@ -139,7 +139,7 @@ def test_stack_equals_its_plain_loop(
 
 @pytest.mark.parametrize("missing", ["q_norm", "k_norm"])
 def test_norm_of_q_or_k_alone_is_not_fused(missing: str) -> None:
-    """Bug: the plain loop takes one of the two for none, the C kernels applied it."""
+    """Bug: the plain loop takes one of the two for none; with that of q alone the C kernels read the other at address 0."""
     geometry = CacheGeometry(33, 16, 2, 2, 16, (1, 3), torch.float32, torch.device("cpu"))
     case = make_case(geometry, kernels_for("portable"), 0)
     whole = make_stack(case, 32, 48, False, False, olmo=True, kind=quantize)

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from models.test_loader import RECURRENT_LLAMA, config_only
+from models.test_published_sizes import RECURRENT_LLAMA
 
 from depthbatch.worker.models.loader import read_spec
-from fakes.checkpoints import OURO_TINY, tiny_config
+from fakes.checkpoints import OURO_TINY, config_only, tiny_config
 
 
 def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:

@@ -50,16 +50,7 @@ class FlashAttention2(NamedTuple):
     def decode(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor, window: int
     ) -> Tensor:
-        out: Tensor = self.with_kvcache(
-            q.unsqueeze(1),
-            k_cache,
-            v_cache,
-            cache_seqlens=contexts,
-            block_table=table,
-            causal=True,
-            window_size=window_size(window),
-        )
-        return out.squeeze(1)
+        return decode_one(self.with_kvcache, q, k_cache, v_cache, contexts, window, block_table=table)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor, window: int
@@ -88,16 +79,7 @@ class FlashAttention3(NamedTuple):
     def decode(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Tensor, table: Tensor, window: int
     ) -> Tensor:
-        out: Tensor = self.with_kvcache(
-            q.unsqueeze(1),
-            k_cache,
-            v_cache,
-            cache_seqlens=contexts,
-            page_table=table,
-            causal=True,
-            window_size=window_size(window),
-        )
-        return out.squeeze(1)
+        return decode_one(self.with_kvcache, q, k_cache, v_cache, contexts, window, page_table=table)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PrefillRows, table: Tensor, window: int
@@ -114,6 +96,21 @@ class FlashAttention3(NamedTuple):
             window_size=window_size(window),
         )
         return out
+
+
+def decode_one(
+    with_kvcache: Callable[..., Any],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    contexts: Tensor,
+    window: int,
+    **table: Tensor,
+) -> Tensor:
+    """One query token a sequence; ``table`` under the name that the library has for it."""
+    options = {"cache_seqlens": contexts, "causal": True, "window_size": window_size(window)}
+    out: Tensor = with_kvcache(q.unsqueeze(1), k_cache, v_cache, **options, **table)
+    return out.squeeze(1)
 
 
 def window_size(window: int) -> tuple[int, int]:
