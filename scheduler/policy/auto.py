@@ -20,7 +20,8 @@ Throughput splits into two decisions that share one cost model, fitted online:
       delta_prefill ceil(S L / M) / S + kappa S / (2 phi)
 
   a prompt, with prompts of L tokens in batches of M, the last one cut where a batch is full: sqrt(2 delta_prefill phi /
-  kappa) as long as they fit into one batch. Until known: the configured S.
+  kappa) as long as they fit into one batch. Until known: the configured S. S may be W, with which one long answer keeps
+  every prompt out: then phi falls with each core step, and S with it, so that they wait for about eight prefills at most.
 * prefill while slots are free and no coda is about to run (arrivals below saturation): it takes a prelude of its own,
   delta_prelude + gamma for all, where the one after the next coda would take gamma more, and its rows run out of step
   from then on. Waiting costs each of them the core steps until that coda. That is the bargain of a row that waits for

@@ -4,6 +4,7 @@ fixed setting on cells small enough for a test (the grid is ``benchmarks/sweeps/
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,6 +129,32 @@ def test_an_arrival_waits_for_the_next_coda_and_no_longer(r_max: int, steps: int
     on or have all finished in it."""
     waited = Arrival(r_max, steps, finish=finish).stages_until_prefill()
     assert waited == [Stage.CORE] * (r_max - steps) + [Stage.CODA]
+
+
+@pytest.mark.parametrize("prefill_ms", [6.0, 60.0, 300.0])
+def test_one_long_answer_holds_prompts_back_for_a_few_prefills_at_most(prefill_ms: float) -> None:
+    """Sixty answers of one to three tokens make S = W of 8 slots where a prefill costs as much as many core steps; then one of
+    1,500 tokens keeps a slot for 33 s. What falls free while it alone runs lowers the flow that S follows from, so that S
+    falls before what the free slots waste comes to ten prefills, and the sixty prompts behind it need not wait for its end."""
+    workload = Workload(tuple(WorkloadRequest(32, 1500 if i == 60 else 1 + i % 3) for i in range(120)))
+    options = EngineConfig(policy="auto", max_num_seqs=8, async_scheduling="off", prefix_caching="off")
+    scheduler = Scheduler(SchedulerConfig.resolve(options, virtual_engine(workload, 8, OURO.r_max, None)))
+    for index, request in enumerate(workload.requests):
+        scheduler.submit(request.submit(index, OURO.r_max, seed=index), 0.0)
+    profile = msgspec.structs.replace(OURO, prefill=msgspec.structs.replace(OURO.prefill, delta_ms=prefill_ms))
+    now_s = since_s = longest_s = 0.0
+    most = 0  # S
+    while (stage := scheduler.next_stage(now_s)) is not None:
+        header = stage.header
+        end_s = now_s + profile.stage_seconds(Stage(header.stage), header.rows, 0, header.n_tokens)
+        if header.stage == Stage.PREFILL or not (scheduler.num_waiting and scheduler.admission.slots.free):
+            since_s = end_s
+        scheduler.complete(blank_result(stage, now_s, end_s), end_s)
+        now_s, longest_s = end_s, max(longest_s, end_s - since_s)
+        most = max(most, scheduler.policy.min_free_slots)
+    core_s = profile.stage_seconds(Stage.CORE, 8, 0, 0)
+    assert not scheduler.num_unfinished and (most == 8 or prefill_ms < 10)
+    assert longest_s < 10 * 1e-3 * prefill_ms + 40 * core_s
 
 
 def test_an_arrival_at_an_empty_engine_does_not_wait() -> None:
