@@ -129,6 +129,7 @@ class Scheduler:
         self._requests.lose_worker(self._in_flight)
         self.admission.forget_memory()  # and with it what those that have left their slots published
         self._in_flight.clear()
+        self._dispatch.nothing_ran = True  # what passed until the next worker was there is no stage's cost
         self._check_when_idle()
 
     @property

@@ -15,5 +15,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Tests that can go on for longer than anybody waits for."""
     parser.addoption("--chaos-s", type=float, default=10.0, help="seconds of tests/processes/test_chaos.py")
     parser.addoption("--chaos-seed", type=int, default=0, help="what happens in it")
+    parser.addoption("--chaos-preemption", choices=("recompute", "offload"), default="recompute")
     parser.addoption("--inputs", type=int, default=4000, help="inputs of tests/fuzz")
     parser.addoption("--fuzz-seed", type=int, default=0, help="which ones")

@@ -61,6 +61,7 @@ def test_options_named_in_the_pages_exist() -> None:
         "no-build-isolation",
         "chaos-s",
         "chaos-seed",
+        "chaos-preemption",
         "inputs",
         "contexts",
         "shapes",

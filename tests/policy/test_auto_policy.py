@@ -157,6 +157,21 @@ def test_one_long_answer_holds_prompts_back_for_a_few_prefills_at_most(prefill_m
     assert longest_s < 10 * 1e-3 * prefill_ms + 40 * core_s
 
 
+def test_the_start_of_the_next_worker_is_no_stages_cost() -> None:
+    """Bug: the ten seconds from the last stage of a worker that died to the first of the next one were learned as the cost of
+    that prefill."""
+    engine = Arrival(4, 20)
+    costs = []
+    observed = engine.scheduler.policy._observed
+    observed.add = lambda retired: costs.append(type(observed).add(observed, retired)) or costs[-1]
+    engine.scheduler.next_stage(engine.now_s)
+    engine.scheduler.recover()
+    engine.now_s += 10.0
+    stages = [engine.next_stage() for _ in range(8)]
+    assert stages[0] is Stage.PREFILL and Stage.CORE in stages
+    assert costs == pytest.approx([0.001] * 8)
+
+
 def test_an_arrival_at_an_empty_engine_does_not_wait() -> None:
     """Nothing runs that could come to a coda."""
     assert Arrival(4, 0).stages_until_prefill() == []

@@ -1,6 +1,7 @@
 """Everything at once, by seed: mixed requests, disconnects, aborts, timeouts, preemption, processes that die at named points.
 
-``--chaos-s`` says for how many seconds (an hour by ``--chaos-s 3600``), ``--chaos-seed`` which ones.
+``--chaos-s`` says for how many seconds (an hour by ``--chaos-s 3600``), ``--chaos-seed`` which ones, and
+``--chaos-preemption`` how victims get their K/V back (recompute or offload).
 """
 
 import asyncio
@@ -148,6 +149,7 @@ def test_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: py
     undisturbed one, every other is its beginning; figures of both sides agree; nothing is left of any request, no
     descriptor, and within 2 % no memory."""
     seconds, seed = pytestconfig.getoption("--chaos-s"), pytestconfig.getoption("--chaos-seed")
+    preemption = pytestconfig.getoption("--chaos-preemption")
     rng = random.Random(seed)
     deadly = [
         Fault("worker.result", "kill", after=rng.randint(600, 900)),
@@ -161,7 +163,7 @@ def test_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: py
     faults = install(monkeypatch, faults_at, *deadly, armed=armed)
 
     async def main() -> None:
-        async with AsyncEngine(quiet=True, **OPTIONS) as engine:
+        async with AsyncEngine(quiet=True, **OPTIONS, preemption=preemption) as engine:
             undisturbed = [await ask(engine, index, "alone") for index in range(len(POOL))]
             chaos = Chaos(engine, undisturbed, rng)
             pids = {name: process.pid for name, process in engine.health().processes.items()}
@@ -177,6 +179,7 @@ def test_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: py
             aborted = ended(after, "abort") - ended(stats, "abort")
             assert cut / 2 < aborted <= cut, "a few may have ended before they heard of it"
             assert after["num_preemptions_total"] > 0 and len(chaos.fates) == 4
+            assert (after["kv_restore_bytes_total"] > 0) == (preemption == "offload")
             gc.collect()
             for name, pid in pids.items():
                 kib, files = before[name]
