@@ -164,7 +164,7 @@ class Dispatch:
             extra=extra,
         )
         slots = np.array([chunk.request.slot for chunk in chunks], dtype=np.intp)
-        step = InFlightStep(header, Stage.PREFILL, slots, now, slots)
+        step = InFlightStep(header, Stage.PREFILL, slots, now, slots, self._rows.order.take(slots))
         step.requests = tuple([chunk.request for chunk in chunks if chunk.samples])
         step.depths = (self._r_max,) * len(step.requests)
         step.tokens, step.moved_blocks = n_tokens, moved
@@ -207,7 +207,7 @@ class Dispatch:
         frame = decode_frame(slots, self._rows.position.take(lanes), aux, lanes, bucket)
         step_id, no_work = self._take_step_id(), self.nothing_ran
         header = StageBatch(step_id, stage, bucket, lanes.size, variant=variant, after_no_work=no_work, extra=extra)
-        return InFlightStep(header, stage, slots, now, lanes), frame
+        return InFlightStep(header, stage, slots, now, lanes, self._rows.order.take(lanes)), frame
 
     def _send(self, step: InFlightStep, frame: Int32Array, params: Int32Array | None = None) -> ScheduledStage:
         """Books the stage as in flight."""

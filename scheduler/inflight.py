@@ -3,6 +3,9 @@
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from depthbatch.common.frames import Int32Array, Stage
 from depthbatch.common.messages import StageBatch, Variant
 from depthbatch.scheduler.config import SchedulerConfig
@@ -21,6 +24,7 @@ class InFlightStep:
     slots: SlotArray  # [rows]
     dispatched_s: float
     lanes: SlotArray  # [rows]; slots, of a prefill
+    orders: npt.NDArray[np.int64]  # [rows] of the requests that the rows were of
     blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
     loops: Int32Array | None = None  # core with gates: loop of each row
     epochs: SlotArray | None = None  # with gates: epoch of each row
@@ -110,9 +114,9 @@ class InFlight:
         """Steps in flight that work on a slot."""
         return sum(1 for step in self._steps if (step.slots == slot).any())
 
-    def slots(self) -> set[int]:
-        """Slots that some step in flight works on."""
-        return {slot for step in self._steps for slot in step.slots.tolist()}
+    def orders(self) -> set[int]:
+        """Of the requests, ended ones too, that some step in flight works on."""
+        return {order for step in self._steps for order in step.orders.tolist()}
 
     def oldest_dispatch_s(self) -> float | None:
         return self._steps[0].dispatched_s if self._steps else None

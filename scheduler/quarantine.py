@@ -33,21 +33,20 @@ class Quarantine:
         return self._waiting.alone is None and self._waiting.has_suspects
 
     def worker_died(self, live: Iterable[Request], in_flight: InFlight) -> Request | None:
-        """Implicates; returns the request that has killed it, if that is known. To be called while stages and slots are
-        those of the death."""
-        slots = in_flight.slots()
-        if not slots:
-            return None
-        running = [
-            request
-            for request in live
-            if request.state is State.DRAINING or (request.state is State.ACTIVE and request.slot in slots)
-        ]
+        """Implicates; returns the request that has killed it, if that is known. To be called while stages and states
+        are those of the death."""
+        orders = in_flight.orders()
+        running = [request for request in live if request.order in orders]
         for request in running:
+            waits = request.state is State.WAITING  # it was preempted since
+            if waits:
+                self._waiting.remove(request)
             request.deaths += 1
             request.proof = max(request.proof, request.dispatched + self._ahead)
             self._implicated[request.request_id] = request
-        if len(running) == len(slots) == 1 and running[0].is_suspect:
+            if waits:
+                self._waiting.push_front(request)
+        if len(running) == len(orders) == 1 and running[0].is_suspect:
             return running[0]
         return None
 

@@ -79,11 +79,9 @@ class Late(NamedTuple):
 
 def _would_blame(scheduler: Scheduler) -> bool:
     """Lost now, the worker would be taken for killed by what ran alone, which fails: test_quarantine.py has that."""
-    slots = scheduler._in_flight.slots()
-    rows = scheduler.admission.rows.request
-    return len(slots) == 1 and any(
-        request is not None and request.deaths > 0 for request in map(rows.__getitem__, slots)
-    )
+    orders = scheduler._in_flight.orders()
+    live = scheduler._requests._live.values()
+    return len(orders) == 1 and any(request.deaths > 0 for request in live if request.order in orders)
 
 
 class LockstepEngine:

@@ -111,7 +111,7 @@ def test_who_is_preempted_in_the_middle_of_its_rebuild_is_computed_again(layout:
 
 def observed(stage: Stage, seconds: float, rows: int = 1, tokens: int = 0, blocks: int = 0) -> tuple:
     header = StageBatch(1, stage, 0, rows)
-    step = InFlightStep(header, stage, np.zeros(rows, np.intp), 0.0, np.zeros(rows, np.intp))
+    step = InFlightStep(header, stage, np.zeros(rows, np.intp), 0.0, np.zeros(rows, np.intp), np.zeros(rows, np.int64))
     step.tokens, step.moved_blocks = tokens, blocks
     return step, StageResult(1, 0.0, seconds, moved_s=1e-3 * blocks)
 

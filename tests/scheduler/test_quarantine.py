@@ -189,3 +189,34 @@ def test_any_killers_in_any_engine(data: st.DataObject) -> None:
         deadly.harness.submit(request)
     deadly.run()
     deadly.check(requests, 3 * len(killers))
+
+
+def test_who_takes_the_slot_of_an_aborted_killer_is_not_blamed() -> None:
+    """Bug: a request that was implicated once, and had been given the slot of one that was aborted with its stage in flight,
+    was taken for what alone was in flight, and failed."""
+    harness = Lockstep(replace(BASE, max_num_seqs=1, buckets=(1,)))
+    harness.submit(submit(1))
+    harness.dispatch()
+    harness.lose_worker()
+    harness.submit(submit(2, priority=1))
+    harness.dispatch()
+    harness.abort(2)
+    harness.dispatch()
+    assert len(harness.results) == 2
+    harness.lose_worker()
+    assert not harness.blamed
+    harness.run()
+    assert harness.answers[1].tokens == plain_decode(list(range(5)), submit(1).params, harness.config).tokens
+
+
+def test_who_was_preempted_with_a_stage_in_flight_is_implicated() -> None:
+    """Bug: the slots of stages in flight were looked at, so that a killer which had lost its slot since was not among those
+    who may have killed the worker, and whoever had its slot now was."""
+    harness = Lockstep(BASE)
+    harness.submit(submit(1))
+    requests = harness.scheduler._requests
+    for blamed in (set(), {1}):
+        harness.dispatch()
+        requests.preempt(requests.get(1))
+        harness.lose_worker()
+        assert harness.blamed == blamed
