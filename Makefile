@@ -45,7 +45,7 @@ $(ENGLISH)/config.json: $(STAMP)
 bench: setup
 	$(PY) -m depthbatch bench throughput --workload alpaca --requests 200 --w 32 --policy no-refill --policy refill --policy auto
 
-# Every figure of the paper that concerns scheduling, against ours: benchmarks/results/paper/README.md; 8.5 minutes of CPU.
+# Every claim and figure of the paper that concerns serving, against ours: benchmarks/results/paper/README.md.
 bench-paper: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
 	$(PY) -m depthbatch bench paper --fresh

@@ -169,12 +169,14 @@ class LinearBench:
 
 
 class StepBench:
-    """KV memory for ``batch`` rows at context ``context``."""
+    """KV memory for ``batch`` rows at context ``context``; without ``beside`` one plane of it, and no oracle."""
 
-    def __init__(self, shape_name: str, batch: int, context: int) -> None:
-        self.shape_name, self.batch, self.context = shape_name, batch, context
+    def __init__(
+        self, shape_name: str, batch: int, context: int, beside: bool = True, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.shape_name, self.batch, self.context, self.dtype = shape_name, batch, context, dtype
         shape = self.shape = SHAPES[shape_name]
-        blocks, is_long = context // 16 + 1, context > LONGEST_WITH_ORACLE
+        blocks, is_long = context // 16 + 1, context > LONGEST_WITH_ORACLE or not beside
         geometry = CacheGeometry(
             batch * blocks + 1,
             16,
@@ -182,7 +184,7 @@ class StepBench:
             shape.heads,
             shape.head_dim,
             (1 if is_long else shape.loops,) * shape.layers,
-            torch.bfloat16,
+            dtype,
             torch.device("cpu"),
         )
         self.ours, self.oracle = select_backend(geometry), None if is_long else select_backend(geometry, "sdpa")
@@ -198,6 +200,15 @@ class StepBench:
         )
         self.kv_bytes = 4 * batch * context * shape.hidden  # of one layer: K and V, bf16
         self.kv_operations = 4 * batch * context * shape.hidden
+
+    def input(self) -> Tensor:
+        """[batch, hidden]"""
+        return torch.randn(self.batch, self.shape.hidden, dtype=self.dtype)
+
+    def core_step(self, stack: BlockStack) -> Callable[[], object]:
+        """The core step as the engine runs it."""
+        x, context = self.input(), StackContext(self.ours, self.rows)
+        return lambda: stack(x, self.rotation, context)
 
     def attention(self, machine: Machine, seconds: float) -> Row:
         qkv = torch.randn(self.batch, 3 * self.shape.hidden).bfloat16()
@@ -215,8 +226,8 @@ class StepBench:
 
     def steps(self, stack: BlockStack, int8: BlockStack, machine: Machine, seconds: float) -> list[Row]:
         """The core step with either kind of weights."""
-        x = torch.randn(self.batch, self.shape.hidden).bfloat16()
-        context, layers = StackContext(self.ours, self.rows), self.shape.layers
+        x, context = self.input(), StackContext(self.ours, self.rows)
+        layers = self.shape.layers
         weights = layers * sum(rows * columns for rows, columns in products_of(self.shape).values())
         times = in_turns(
             {
@@ -258,12 +269,12 @@ class StackContext:
         return self.backend.decode_stack(stack, x, rotation, self.rows)
 
 
-def make_stack(shape: Shape, kind: Callable[[Tensor], Weight]) -> BlockStack:
-    """Ouro blocks with random weights of a kind."""
+def make_stack(shape: Shape, kind: Callable[[Tensor], Weight], dtype: torch.dtype = torch.bfloat16) -> BlockStack:
+    """Ouro blocks with random weights of a kind, the rest in ``dtype``."""
     products = products_of(shape)
 
     def norm() -> Tensor:
-        return torch.ones(shape.hidden, dtype=torch.bfloat16)
+        return torch.ones(shape.hidden, dtype=dtype)
 
     def weight(name: str) -> Weight:
         return kind(random_matrix(*products[name]))

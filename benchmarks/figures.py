@@ -1,4 +1,4 @@
-"""All pictures of benchmark results (matplotlib, an optional dependency): of sweeps, of their inputs, of accuracy."""
+"""Pictures of benchmark results (matplotlib, an optional dependency): of sweeps and of accuracy."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from depthbatch.benchmarks.sources import load_workload
-from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, LENGTH_LAWS, OURO_EXITS
 from depthbatch.common.arguments import output_file
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import Stage
-from depthbatch.worker.device_profile import DeviceProfile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +26,11 @@ _LABELS = {
     "rate": "requests/s",
     "k_share": "K / W",
     "draft_acceptance": "acceptance",
+    "launch_us": "launch (us)",
+    "mean_batch.core": "mean core batch",
+    "p99_itl_s": "p99 ITL (s)",
+    "s": "S",
+    "kv_capacity": "KV memory / need",
 }
 # a fixed place in the colour cycle for each policy and gate, so that pictures can be compared
 _COLOURS = {"cb": "0.35", "no-refill": "tab:orange", "refill": "tab:blue", "auto": "tab:green"}
@@ -40,13 +41,14 @@ _GATE_COLOURS = {
     "preloop": "tab:red",
     "convergence": "tab:purple",
 }
-_PICTURE_REQUESTS = 20_000
 _OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:cyan", "tab:olive", "k", "y")
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a sweep file says of a figure: ``lines``, ``panels`` and ``where`` are axes of the sweep, ``x`` is an axis or a key
-    of the rows, ``y`` and ``bounds`` (drawn dashed) are keys of the rows. ``where``: only rows that have these values."""
+    of the rows, ``y`` and ``bounds`` (drawn dashed) are keys of the rows; ``mean_batch.core`` is ``core`` of ``mean_batch``.
+    ``where``: only rows that have these values, or one of a list of them. ``x_line``: a key of the rows whose mean in a panel
+    is marked on its x axis."""
 
     file: str
     x: str
@@ -55,6 +57,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     panels: str | None = None
     where: dict[str, Any] = {}
     bounds: list[str] = []
+    x_line: str | None = None
     log_x: bool = False
     log_y: bool = False
     x_label: str = ""
@@ -90,9 +93,9 @@ def import_pyplot() -> Any:
 
 def draw(rows: Sequence[Row], figure: Mapping[str, Any], title: str, path: Path) -> None:
     """Draws one ``Figure``, as the sweep file has it. Raises ConfigError for a column that the rows lack."""
-    rows = [row for row in rows if all(row[f"axis_{axis}"] == v for axis, v in figure.get("where", {}).items())]
+    rows = [row for row in rows if _has(row, figure.get("where", {}))]
     for column in (figure["x"], figure["y"], *figure.get("bounds", ())):
-        if not rows or not {column, f"axis_{column}"} & rows[0].keys():
+        if not rows or not {column.partition(".")[0], f"axis_{column}"} & rows[0].keys():
             raise ConfigError(f"figure {figure['file']}: the results have no {column!r}")
     plt = import_pyplot()
     panel_axis = figure.get("panels")
@@ -109,6 +112,16 @@ def draw(rows: Sequence[Row], figure: Mapping[str, Any], title: str, path: Path)
     plt.close(canvas)
 
 
+def _has(row: Row, where: Mapping[str, Any]) -> bool:
+    return all(row[f"axis_{axis}"] in (v if isinstance(v, list) else [v]) for axis, v in where.items())
+
+
+def figure_value(row: Row, key: str) -> Any:
+    """A figure of a row; ``mean_batch.core`` is one within another."""
+    outer, _, inner = key.partition(".")
+    return row[outer][inner] if inner else row[outer]
+
+
 def _draw_panel(ax: "Axes", rows: Sequence[Row], figure: Mapping[str, Any]) -> None:
     line_axis = f"axis_{figure['lines']}"
     x_axis = f"axis_{figure['x']}" if f"axis_{figure['x']}" in rows[0] else figure["x"]
@@ -119,11 +132,14 @@ def _draw_panel(ax: "Axes", rows: Sequence[Row], figure: Mapping[str, Any]) -> N
         if not found:
             continue
         xs = [row[x_axis] for row in found]
-        ys = [row[figure["y"]] for row in found]
+        ys = [figure_value(row, figure["y"]) for row in found]
         ax.plot(xs, ys, marker="o", markersize=3.5, label=str(line), color=colour)
         if line == _last_line(rows, line_axis):
-            for bound in figure.get("bounds", ()):
-                ax.plot(xs, [row[bound] for row in found], "--", color="0.5", linewidth=1, label=bound)
+            for bound, style in zip(figure.get("bounds", ()), ("--", "-."), strict=False):
+                ax.plot(xs, [row[bound] for row in found], style, color="0.5", linewidth=1, label=bound)
+    if "x_line" in figure:
+        at = float(np.mean([row[figure["x_line"]] for row in rows]))
+        ax.axvline(at, linestyle=":", color="0.4", linewidth=1.2, label="B*")
     ax.set_xlabel(figure.get("x_label", _LABELS.get(figure["x"], figure["x"])))
     if figure.get("log_x"):
         ax.set_xscale("log", base=2)
@@ -143,72 +159,6 @@ def _last_line(rows: Sequence[Row], line_axis: str) -> Any:
 def _values(rows: Sequence[Row], axis: str) -> list[Any]:
     """Values of an axis in the order of the rows."""
     return list(dict.fromkeys(row[f"axis_{axis}"] for row in rows))
-
-
-# --- inputs of sweeps: step latency (paper, figures 4 and 9), lengths (10), exit depths (11)
-
-
-def draw_step_latency(profiles: Sequence[DeviceProfile], path: Path) -> None:
-    """t(B) of a core step at several context lengths."""
-    plt = import_pyplot()
-    canvas, axes = plt.subplots(
-        1, len(profiles), figsize=(4.6 * len(profiles), 3.6), squeeze=False, layout="constrained"
-    )
-    batches = np.unique(np.logspace(0, 9, 60, base=2).astype(int))
-    for ax, profile in zip(axes[0], profiles, strict=True):
-        for number, context in enumerate((128, 512, 2048, 8192)):
-            times = [1e3 * profile.stage_seconds(Stage.CORE, int(b), int(b) * context) for b in batches]
-            saturation = profile.core.delta_ms / (profile.core.gamma_ms + profile.core.alpha_ms * context)
-            ax.plot(batches, times, color=f"C{number}", label=f"L = {context}, B* = {saturation:.0f}")
-            ax.plot([saturation], [2 * profile.core.delta_ms], "|", color=f"C{number}", markersize=12)
-        ax.axhline(profile.core.delta_ms, linestyle=":", color="0.4")
-        ax.set(xscale="log", yscale="log", xlabel="batch size", title=profile.name)
-        ax.legend(fontsize=8)
-        ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("core step (ms)")
-    canvas.savefig(path, dpi=110)
-    plt.close(canvas)
-
-
-def draw_lengths(path: Path) -> None:
-    """Empirical CDFs of prompt and output tokens."""
-    plt = import_pyplot()
-    canvas, axes = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
-    for name in LENGTH_LAWS:
-        requests = load_workload(name, _PICTURE_REQUESTS, {}, 4).requests
-        for ax, values in zip(
-            axes, ([r.prompt_tokens for r in requests], [r.output_tokens for r in requests]), strict=True
-        ):
-            ax.plot(np.sort(values), np.linspace(0, 1, len(values)), label=f"{name}, mean {np.mean(values):.0f}")
-    for ax, label in zip(axes, ("prompt tokens", "output tokens"), strict=True):
-        ax.set(xscale="log", xlabel=label, ylabel="share of requests")
-        ax.legend(fontsize=8)
-        ax.grid(alpha=0.3)
-    canvas.savefig(path, dpi=110)
-    plt.close(canvas)
-
-
-def draw_exits(path: Path) -> None:
-    """Share of tokens by depth and threshold."""
-    plt = import_pyplot()
-    canvas, axes = plt.subplots(1, 2, figsize=(10.0, 3.4), layout="constrained", width_ratios=(1, 2.6))
-    tables = {
-        "Ouro": {f"q={q}": weights for q, weights in OURO_EXITS.items()},
-        "Huginn": {f"q={q}": w for q, w in HUGINN_EXITS.items()} | {"wide": HUGINN_WIDE},
-    }
-    for ax, (model, table), r_max in zip(axes, tables.items(), (4, 16), strict=True):
-        grid = np.array([[weights.get(d, 0.0) for d in range(1, r_max + 1)] for weights in table.values()])
-        ax.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for (row, column), value in np.ndenumerate(grid):
-            if value:
-                ax.text(
-                    column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color="k" if value < 0.6 else "w"
-                )
-        ax.set(title=model, xlabel="exit depth", xticks=range(r_max), yticks=range(len(table)))
-        ax.set_xticklabels(range(1, r_max + 1))
-        ax.set_yticklabels(list(table))
-    canvas.savefig(path, dpi=110)
-    plt.close(canvas)
 
 
 # --- accuracy

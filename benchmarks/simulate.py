@@ -1,16 +1,18 @@
 """``depthbatch bench simulate``: the production scheduler core in virtual time, on a device that is a JSON profile.
 
 Everything but the device is real: the same Scheduler, policies, frames and results. The device runs stages in order,
-each for its profile's time; the scheduler itself takes no virtual time, so idle time is time without work. What the
-core costs in real time is measured beside it (``scheduler_us_per_stage``).
+each for its profile's time; the scheduler itself takes no virtual time, so idle time is time without work, and what
+``launch_us`` says that a launch takes. What the core costs in real time is measured beside it
+(``scheduler_us_per_stage``).
 """
 
 import argparse
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,7 +44,7 @@ from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineCo
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import MOVE_FIELDS, ROW_POSITION, Stage
 from depthbatch.common.kv_layout import KVLayout
-from depthbatch.common.messages import StageResult
+from depthbatch.common.messages import StageResult, TokenEvent
 from depthbatch.common.stats import CoreStats
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
@@ -61,6 +63,12 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     add_scheduling_arguments(parser)
     parser.add_argument(
         "--kv-blocks", type=positive, default=None, help="KV blocks of 16 tokens (default: never binding)"
+    )
+    parser.add_argument(
+        "--launch-us",
+        type=float,
+        default=0.0,
+        help="microseconds that the device waits before each captured graph: of cb one a token step, of others one a stage",
     )
     parser.add_argument("--preemption", choices=PREEMPTION, default="recompute")
     parser.add_argument("--async-scheduling", choices=ASYNC_MODES, default="off")
@@ -89,8 +97,11 @@ def run_simulate(args: argparse.Namespace) -> int:
         shares = parse_acceptance(args.draft_acceptance)
         workload = with_known_depths(workload, shares, profile.r_max, args.seed)
     asked = chosen_policies(args.policy or ["refill"], args.k)
+    if not 0.0 <= args.launch_us < float("inf"):
+        raise ConfigError(f"launch-us must be a time of at least 0, not {args.launch_us}")
     choices = [PolicyChoice("cb", None), *(choice for choice in asked if choice.policy != "cb")]
-    runs = [simulate(workload, profile, _config(args, choice, workload, profile)) for choice in choices]
+    configs = [_config(args, choice, workload, profile) for choice in choices]
+    runs = [simulate(workload, profile, config, launch_us=args.launch_us) for config in configs]
     reports = [report(run, runs[0], profile, workload) for run in runs]
     print_table(reports)
     write_json([line.as_json() for line in reports] if len(asked) > 1 else reports[-1].as_json(), args.output)
@@ -127,11 +138,19 @@ def _resolve(
     return SchedulerConfig.resolve(options, info)
 
 
+class Window(NamedTuple):
+    """The part of a run that counts: ``tokens`` generated tokens, after ``skip`` of them. The run ends with it."""
+
+    skip: int
+    tokens: int
+
+
 @dataclass
 class Run:
-    """What one policy did with a workload; virtual seconds."""
+    """What one policy did with a workload, or within a window of it; virtual seconds."""
 
     config: SchedulerConfig
+    start_s: float = 0.0
     duration_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
@@ -141,7 +160,8 @@ class Run:
     tokens: int = 0  # generated
     finished: int = 0
     loops: int = 0  # of generated tokens, those of prefill apart
-    stats: CoreStats = field(default_factory=CoreStats)  # of the scheduler, at the end
+    before: CoreStats = field(default_factory=CoreStats)  # of the scheduler, at the start of what counts
+    stats: CoreStats = field(default_factory=CoreStats)  # at its end
     scheduler_us: list[float] = field(default_factory=list)  # real time, complete + next_stage a stage
     first_token_s: dict[int, float] = field(default_factory=dict)  # by index of the request in the workload
     last_token_s: dict[int, float] = field(default_factory=dict)  # of requests that have finished
@@ -157,16 +177,24 @@ class Run:
     @property
     def mean_depth(self) -> float:
         """Of decode tokens."""
-        return self.loops / max(self.tokens - self.finished, 1)
+        return self.loops / max(self.tokens - len(self.first_token_s), 1)
 
 
-def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig, progress: bool = True) -> Run:
-    """Runs a workload to its end in virtual time. Raises ConfigError when a request can never be served."""
-    scheduler, run = Scheduler(config), Run(config)
+def simulate(
+    workload: Workload,
+    profile: DeviceProfile,
+    config: SchedulerConfig,
+    progress: bool = True,
+    window: Window | None = None,
+    launch_us: float = 0.0,
+) -> Run:
+    """Runs a workload in virtual time, to its end or that of the window. ``launch_us`` is what the device waits before each
+    captured graph. Raises ConfigError when a request can never be served, or the workload ends before the window."""
+    scheduler, run = Scheduler(config), Run(config, min(request.arrival_s for request in workload.requests))
     drafts = VirtualDrafts(workload) if config.draft_lanes else None
     arrivals = deque(sorted(enumerate(workload.requests), key=lambda item: item[1].arrival_s))
-    latest_s: dict[int, float] = {}  # token, of requests that run
-    preemptions: dict[int, int] = {}  # before it
+    tokens = _Tokens(scheduler)
+    skips = window is not None
     in_flight: deque[StageResult] = deque()
     now = device_free = spent = 0.0
     clock = time.perf_counter
@@ -188,7 +216,7 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                 run.scheduler_us.append(1e6 * spent)
                 spent = 0.0
                 moved_s = _moved_s(stage, profile, config)
-                begin = max(now, device_free) + moved_s
+                begin = max(now, device_free) + moved_s + 1e-6 * launch_us * _launches(stage, config)
                 device_free = begin + _book(run, stage, profile)
                 answer = blank_result(stage, begin, device_free)
                 if moved_s:
@@ -202,39 +230,73 @@ def simulate(workload: Workload, profile: DeviceProfile, config: SchedulerConfig
                 start = clock()
                 events = scheduler.complete(in_flight.popleft(), now)
                 spent += clock() - start
-                before = run.finished
-                for event in events:
-                    before_s = latest_s.get(event.request_id)
-                    latest_s[event.request_id] = now
-                    if before_s is None:
-                        run.first_token_s[event.request_id] = now
-                    else:
-                        run.gaps_s.append(now - before_s)
-                        if (count := scheduler.preemptions_of(event.request_id)) > preemptions.get(event.request_id, 0):
-                            run.victim_gaps_s.append(now - before_s)
-                            preemptions[event.request_id] = count
-                        run.loops += event.exit_depths[0]
-                    if event.finish_reason is not None:
-                        del latest_s[event.request_id]
-                        run.last_token_s[event.request_id] = now
-                        run.finished += 1
-                run.tokens += len(events)
-                bar.update(run.finished - before)
+                bar.update(tokens.count(run, events, now))
+                if window is not None and run.tokens >= (window.skip if skips else window.tokens):
+                    if not skips:
+                        break
+                    run, skips = Run(config, now, before=scheduler.stats()), False
             elif arrivals:
                 now = next_arrival
+            elif window is not None:
+                raise ConfigError(f"the workload ends before a window of {window.tokens} tokens after {window.skip}")
             else:
                 break
-    run.duration_s = now - min(request.arrival_s for request in workload.requests)
+    run.duration_s = now - run.start_s
     run.stats = scheduler.stats()
     return run
 
 
-def run_policy(profile: DeviceProfile, workload: Workload, w: int, kv_blocks: int | None = None, **options: Any) -> Run:
+class _Tokens:
+    """Counts tokens as they come."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._latest_s: dict[int, float] = {}  # token, of requests that run
+        self._preemptions: dict[int, int] = {}  # before it
+
+    def count(self, run: Run, events: Sequence[TokenEvent], now: float) -> int:
+        """Returns how many requests have finished."""
+        before = run.finished
+        for event in events:
+            before_s = self._latest_s.get(event.request_id)
+            self._latest_s[event.request_id] = now
+            if before_s is None:
+                run.first_token_s[event.request_id] = now
+            else:
+                run.gaps_s.append(now - before_s)
+                count = self._scheduler.preemptions_of(event.request_id)
+                if count > self._preemptions.get(event.request_id, 0):
+                    run.victim_gaps_s.append(now - before_s)
+                    self._preemptions[event.request_id] = count
+                run.loops += event.exit_depths[0]
+            if event.finish_reason is not None:
+                del self._latest_s[event.request_id]
+                run.last_token_s[event.request_id] = now
+                run.finished += 1
+        run.tokens += len(events)
+        return run.finished - before
+
+
+def run_policy(
+    profile: DeviceProfile,
+    workload: Workload,
+    w: int,
+    kv_blocks: int | None = None,
+    window: Window | None = None,
+    launch_us: float = 0.0,
+    **options: Any,
+) -> Run:
     """A run at width ``w`` under engine options (policy, min_coda_batch, ...); without ``kv_blocks`` KV memory never
     binds."""
     defaults = {"preemption": "off", "async_scheduling": "off", "prefix_caching": "off"}
     config = EngineConfig(**defaults | options | {"max_num_seqs": w})
-    return simulate(workload, profile, _resolve(config, workload, profile, kv_blocks), progress=False)
+    resolved = _resolve(config, workload, profile, kv_blocks)
+    return simulate(workload, profile, resolved, progress=False, window=window, launch_us=launch_us)
+
+
+def _launches(stage: ScheduledStage, config: SchedulerConfig) -> int:
+    """Captured graphs that begin with a stage: one, but under cb a graph is a whole token step (paper, A.5)."""
+    return int(config.policy != "cb" or Stage(stage.header.stage) in (Stage.PREFILL, Stage.PRELUDE))
 
 
 def _moved_s(stage: ScheduledStage, profile: DeviceProfile, config: SchedulerConfig) -> float:
@@ -270,6 +332,8 @@ class SimulatedRecord(Record):
     profile: str = ""
     bound_tokens_per_s: float = 0.0
     of_bound: float = 0.0
+    mean_context: float = 0.0  # tokens that a row of a core step reads
+    saturation_batch: float = 0.0  # B* there
 
 
 def report(run: Run, baseline: Run, profile: DeviceProfile, workload: Workload) -> SimulatedRecord:
@@ -284,6 +348,7 @@ def record_run(run: Run, profile: DeviceProfile, workload: Workload) -> Simulate
     busy = sum(run.busy_s.values())
     shares = {label: run.busy_s[label] / busy for label in STAGES}
     bound = hardware_bound(run, profile, workload)
+    context = run.context_tokens / max(run.rows["core"], 1)
     return SimulatedRecord(
         policy=run.config.policy,
         w=run.config.max_num_seqs,
@@ -298,13 +363,15 @@ def record_run(run: Run, profile: DeviceProfile, workload: Workload) -> Simulate
         stage_steps=run.steps,
         scheduler_us_per_stage={f"p{q}": float(np.percentile(run.scheduler_us, q)) for q in (50, 99)},
         requests_finished=run.finished,
-        preemptions=run.stats.preemptions,
+        preemptions=run.stats.preemptions - run.before.preemptions,
         duration_s=run.duration_s,
-        acceptance=acceptance(CoreStats(), run.stats),
-        draft_lanes_mean=draft_lanes_mean(run.stats.draft_rows, run.rows["core"]),
+        acceptance=acceptance(run.before, run.stats),
+        draft_lanes_mean=draft_lanes_mean(run.stats.draft_rows - run.before.draft_rows, run.rows["core"]),
         profile=profile.name,
         bound_tokens_per_s=bound,
         of_bound=run.tokens_per_s / bound,
+        mean_context=context,
+        saturation_batch=profile.core.delta_ms / (profile.core.gamma_ms + profile.core.alpha_ms * context),
     )
 
 
@@ -313,7 +380,9 @@ def hardware_bound(run: Run, profile: DeviceProfile, workload: Workload) -> floa
     rows and those of drafts, M prompt tokens), all row and context costs of the work done are paid, and nothing waits."""
     width = run.config.buckets[-1]
     core_rows, preludes, codas = (run.rows[label] for label in ("core", "prelude", "coda"))
-    prompt_tokens = sum(request.prompt_tokens for request in workload.requests)
+    prompt_tokens = min(
+        sum(request.prompt_tokens for request in workload.requests), run.prompt_tokens
+    )  # once, in the window
     core, prefill = profile.core, profile.prefill
     milliseconds = (
         core.delta_ms * core_rows / width

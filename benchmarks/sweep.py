@@ -6,6 +6,8 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,22 +15,24 @@ import msgspec
 from tqdm import tqdm
 
 from depthbatch.benchmarks.figures import PICTURES, Figure, draw, import_pyplot
-from depthbatch.benchmarks.sweep_runs import NO_DRAFTS, TARGETS, Processes, Row, Simulations
-from depthbatch.benchmarks.tables import auto_table, draft_table, memory_table, table
+from depthbatch.benchmarks.sweep_runs import NO_DRAFTS, TARGETS, Processes, Row, Runner, Simulations
+from depthbatch.benchmarks.tables import auto_table, draft_table, memory_table, slots_table, table
 from depthbatch.benchmarks.throughput import BASELINE
 from depthbatch.common.arguments import MOST, output_directory, positive
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.text_files import read_text
 
-RUNNERS = ("simulate", "throughput")
+RUNNERS: dict[str, type[Runner]] = {"simulate": Simulations, "throughput": Processes}
 SUMMARIES: dict[str, Callable[[Sequence[Row]], str]] = {
     "auto": auto_table,
     "drafts": draft_table,
     "memory": memory_table,
+    "slots": slots_table,
 }
 Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0.0)]
+Seed = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Axes(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,9 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity: AboveZero | None = None  # KV blocks as a share of the most that it would use; None = never binding
     preemption: str | None = None  # with kv_capacity; "recompute:H" = with headroom H. None = recompute
     swap_space: AboveZero | None = None  # GiB, with preemption offload
+    kv_blocks: Positive | None = None  # in place of kv_capacity: how many there are
+    launch_us: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0  # the device waits before each captured graph
+    seed: Seed | None = None  # of workload, exits and arrivals; None = the file's
 
 
 _FIELDS = {field.name: field for field in msgspec.structs.fields(Axes)}
@@ -65,11 +72,11 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     axes: dict[str, Annotated[list[Any], msgspec.Meta(min_length=1)]]
     title: str = ""
-    runner: Literal[RUNNERS] = "simulate"  # type: ignore[valid-type]
-    requests: Positive | Literal["steady"] | dict[str, Positive] = 200
-    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    runner: Literal[tuple(RUNNERS)] = "simulate"  # type: ignore[valid-type]
+    requests: Positive | Literal["steady", "window"] | dict[str, Positive] = 200
+    seconds: AboveZero | dict[str, AboveZero] | None = None  # of arrivals, in place of requests
+    seed: Seed = 0
     figures: list[Figure] = []
-    paper: list[dict[str, Any]] = []
     w_by_workload: dict[str, Positive] = {}
     summary: Literal[tuple(SUMMARIES)] | None = None  # type: ignore[valid-type]
 
@@ -81,6 +88,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-dir", metavar="DIR", type=output_directory, default=Path("."), help="for results and figures"
     )
     parser.add_argument("--requests", type=positive, help="overrides the file's")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes that simulate; figures do not depend on it")
     parser.add_argument("--resume", action="store_true", help="keep rows in DIR/NAME.jsonl, and go on where it ends")
     parser.add_argument("--again", metavar="POLICY", help="with --resume: run this policy's rows anew")
 
@@ -98,9 +106,9 @@ def run_sweep(args: argparse.Namespace) -> int:
         sweep["requests"] = args.requests
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if args.resume:
-        rows = _resumed(sweep, args.output_dir / f"{args.file.stem}.jsonl", args.again)
+        rows = _resumed(sweep, args.output_dir / f"{args.file.stem}.jsonl", args.again, args.jobs)
     else:
-        rows = run_settings(sweep)
+        rows = run_settings(sweep, jobs=args.jobs)
     result = {"title": sweep["title"], "rows": rows}
     (args.output_dir / f"{args.file.stem}.json").write_text(json.dumps(result, indent=1) + "\n")
     for figure in sweep.get("figures", []):
@@ -109,7 +117,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resumed(sweep: Mapping[str, Any], path: Path, again: str | None) -> list[Row]:
+def _resumed(sweep: Mapping[str, Any], path: Path, again: str | None, jobs: int) -> list[Row]:
     """Rows of an earlier run in ``path``, those of the policy ``again`` apart, and what is missing, added as it comes."""
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -118,28 +126,61 @@ def _resumed(sweep: Mapping[str, Any], path: Path, again: str | None) -> list[Ro
         raise ConfigError(f"--resume: {path} does not hold rows of a sweep ({error})") from None
     path.write_text("".join(json.dumps(row) + "\n" for row in kept))
     with path.open("a") as file:
-        return run_settings(sweep, kept, lambda row: print(json.dumps(row), file=file, flush=True))
+        return run_settings(sweep, kept, lambda row: print(json.dumps(row), file=file, flush=True), jobs)
 
 
 def run_settings(
-    sweep: Mapping[str, Any], have: Sequence[Row] = (), note: Callable[[Row], object] = lambda row: None
+    sweep: Mapping[str, Any],
+    have: Sequence[Row] = (),
+    note: Callable[[Row], object] = lambda row: None,
+    jobs: int = 1,
 ) -> list[Row]:
-    """One row a setting, baselines first in each group. Those in ``have`` are not run again; ``note`` is told of others."""
-    runner = Simulations(sweep) if sweep["runner"] == "simulate" else Processes(sweep)
+    """One row a setting, baselines first in each group. Those in ``have`` are not run again; ``note`` is told of others,
+    as they come. With ``jobs`` above 1 groups that share no baseline are simulated side by side."""
+    runner = RUNNERS[sweep["runner"]](sweep)
     for setting in settings(sweep):
         runner.check(setting)
-    rows = list(have)
-    seen = {json.dumps({key: row[key] for key in row if key.startswith("axis_")}, sort_keys=True) for row in rows}
-    for setting in tqdm(list(settings(sweep)), unit="setting", file=sys.stderr, mininterval=1.0):
-        baseline = setting | NO_DRAFTS | {"policy": BASELINE, "k_share": None}
-        for one in (baseline, setting):
-            labels = _labels(one)
-            key = json.dumps(labels, sort_keys=True)
+    seen = {json.dumps({key: row[key] for key in row if key.startswith("axis_")}, sort_keys=True) for row in have}
+    todo: list[Row] = []
+    groups: dict[str, list[int]] = {}  # what one run of cb serves -> places in todo
+    for setting in settings(sweep):
+        for one in (setting | NO_DRAFTS | {"policy": BASELINE, "k_share": None}, setting):
+            key = json.dumps(_labels(one), sort_keys=True)
             if key not in seen:
                 seen.add(key)
-                rows.append(labels | runner.run(one))
-                note(rows[-1])
-    return rows
+                shared = {name: value for name, value in one.items() if name not in _NOT_OF_CB}
+                groups.setdefault(json.dumps(shared, sort_keys=True), []).append(len(todo))
+                todo.append(one)
+    rows: dict[int, Row] = {}
+    with tqdm(total=len(todo), unit="setting", file=sys.stderr, mininterval=1.0) as bar:
+        for place, row in _runs(sweep, todo, list(groups.values()), jobs):
+            rows[place] = row
+            note(row)
+            bar.update()
+    return [*have, *(rows[place] for place in sorted(rows))]
+
+
+_NOT_OF_CB = {"policy", "exits", "k_share", *NO_DRAFTS}
+
+
+def _runs(
+    sweep: Mapping[str, Any], todo: Sequence[Row], groups: Sequence[Sequence[int]], jobs: int
+) -> Iterator[tuple[int, Row]]:
+    """Places in ``todo`` with their rows, group by group."""
+    if jobs == 1 or sweep["runner"] != "simulate":  # real processes would disturb each other
+        runner = RUNNERS[sweep["runner"]](sweep)
+        for place in itertools.chain(*groups):
+            yield place, _labels(todo[place]) | runner.run(todo[place])
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        parts = [pool.submit(_run_group, sweep, [todo[place] for place in group]) for group in groups]
+        for group, part in zip(groups, parts, strict=True):
+            yield from zip(group, part.result(), strict=True)
+
+
+def _run_group(sweep: Mapping[str, Any], group: Sequence[Row]) -> list[Row]:
+    runner = RUNNERS[sweep["runner"]](sweep)
+    return [_labels(setting) | runner.run(setting) for setting in group]
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
@@ -159,8 +200,8 @@ def read_sweep(path: Path) -> dict[str, Any]:
             _check_axis(name, values)
         if len(axes.keys() & set(TARGETS)) == 1:
             raise ConfigError(f"{' and '.join(TARGETS)} are given together")
-        if axes.keys() & {"preemption", "swap_space"} and "kv_capacity" not in axes:
-            raise ConfigError("preemption and swap_space need kv_capacity: memory never binds without")
+        if axes.keys() & {"preemption", "swap_space"} and not axes.keys() & {"kv_capacity", "kv_blocks"}:
+            raise ConfigError("preemption and swap_space need kv_capacity or kv_blocks: memory never binds without")
         if "w" in axes and "w_by_workload" in sweep:
             raise ConfigError("w_by_workload is in place of axis w: there can be one of them")
         for figure in figures:

@@ -2,6 +2,7 @@
 processes, and the figures of each run."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 
 from depthbatch.benchmarks.made_up_profiles import is_made_up, profile_by_name, relative_exits
-from depthbatch.benchmarks.simulate import Run, SimulatedRecord, record_run, run_policy
+from depthbatch.benchmarks.simulate import Run, SimulatedRecord, Window, record_run, run_policy
 from depthbatch.benchmarks.sources import load_workload, with_arrivals
 from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
 from depthbatch.benchmarks.throughput import BASELINE
@@ -22,7 +23,7 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.worker.device_profile import DeviceProfile, LinearCost
 
 Row = dict[str, Any]
-STEADY = "steady"
+STEADY, WINDOW = "steady", "window"
 _MEAN_OUTPUT = {"alpaca": 60, "sharegpt": 311, "arxiv": 370}  # tokens
 NO_DRAFTS = {"speculation": "off", "draft_depth": None, "draft_acceptance": None}  # of policies without
 TARGETS = ("ttft_target_ms", "itl_target_ms")
@@ -72,27 +73,52 @@ def steady_requests(workload: str, w: int) -> int:
     return max(min(25_000, 1_250 * w) // _MEAN_OUTPUT[workload], 4 * w)
 
 
+def window_of(workload: str, w: int) -> tuple[int, Window]:
+    """A window in steady state, and requests enough to fill it. It begins after two mean outputs a slot and lasts four, or 64
+    requests' worth where that is more."""
+    if workload not in _MEAN_OUTPUT:
+        raise ConfigError(
+            f"sweep: requests = {WINDOW!r} needs a workload of {', '.join(_MEAN_OUTPUT)}, not {workload!r}"
+        )
+    mean = _MEAN_OUTPUT[workload]
+    window = Window(2 * w * mean, max(4 * w, 64) * mean)
+    count = (window.skip + window.tokens) / mean + 2 * w  # those that are running or were admitted last yield less
+    return round(count + 8 * count**0.5), window  # outputs vary: 1.6 times their mean (arXiv) over the root of count
+
+
 def with_boundary_layers(profile: DeviceProfile, per_side: int, core_layers: int = 4) -> DeviceProfile:
     """The profile with another number of layers in prelude and coda, each as costly as a core layer. What prelude and
     coda cost beyond the layers they have (embedding, head) stays. Paper, figure 7 right: 2-4-2, 1-4-1, 0-4-0."""
-    had = profile.boundary_layers / 2
+    had, flops = profile.boundary_layers / 2, profile.flops
 
     def stage(cost: LinearCost) -> LinearCost:
         delta, gamma = profile.core.delta_ms / core_layers, profile.core.gamma_ms / core_layers
         fixed = max(0.0, cost.delta_ms - had * delta), max(0.0, cost.gamma_ms - had * gamma)
         return LinearCost(fixed[0] + per_side * delta, fixed[1] + per_side * gamma)
 
+    boundary = max(0.0, flops.boundary + 2 * (per_side - had) * flops.core / core_layers)
+    share = (profile.r_max * flops.core + boundary) / (profile.r_max * flops.core + flops.boundary)
     return msgspec.structs.replace(
-        profile, prelude=stage(profile.prelude), coda=stage(profile.coda), boundary_layers=2 * per_side
+        profile,
+        prelude=stage(profile.prelude),
+        coda=stage(profile.coda),
+        prefill=msgspec.structs.replace(profile.prefill, gamma_ms=share * profile.prefill.gamma_ms),
+        flops=msgspec.structs.replace(flops, boundary=boundary),
+        boundary_layers=2 * per_side,
     )
 
 
-class _Runner:
+class Runner:
     """Workloads, profiles and engine options of settings."""
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         self._requests = sweep.get("requests", 200)
+        self._seconds = sweep.get("seconds")
         self._seed = sweep.get("seed", 0)
+
+    def run(self, setting: Row) -> Row:
+        """The figures of one setting."""
+        raise NotImplementedError
 
     def profile(self, setting: Row) -> DeviceProfile:
         profile = profile_by_name(setting["profile"])
@@ -100,17 +126,45 @@ class _Runner:
         return profile if layers is None else with_boundary_layers(profile, layers)
 
     def workload(self, setting: Row, profile: DeviceProfile) -> Workload:
-        name, n = setting["workload"], self._requests
-        if n == STEADY:
-            n = steady_requests(name, setting["w"])
-        elif isinstance(n, Mapping):
-            n = n.get(name, 200)
+        name, rate = setting["workload"], setting["rate"]
+        seed = self._seed if setting["seed"] is None else setting["seed"]
         exits = {} if setting["policy"] == BASELINE else exit_weights(setting["exits"], profile)
-        workload = load_workload(name, n, exits, profile.r_max, self._seed)
+        workload = load_workload(name, self._count(setting), exits, profile.r_max, seed)
         if setting["draft_acceptance"] is not None:
             shares = parse_acceptance(setting["draft_acceptance"])
-            workload = with_known_depths(workload, shares, profile.r_max, self._seed)
-        return workload if setting["rate"] is None else with_arrivals(workload, setting["rate"], self._seed)
+            workload = with_known_depths(workload, shares, profile.r_max, seed)
+        if rate is None:
+            return workload
+        workload = with_arrivals(workload, rate, seed)
+        seconds = self._of_workload(self._seconds, name)
+        if seconds is None:
+            return workload
+        return Workload(tuple(request for request in workload.requests if request.arrival_s < seconds))
+
+    def window(self, setting: Row) -> Window | None:
+        return window_of(setting["workload"], setting["w"])[1] if self._requests == WINDOW else None
+
+    def _count(self, setting: Row) -> int:
+        """Requests to draw."""
+        name, rate = setting["workload"], setting["rate"]
+        seconds = self._of_workload(self._seconds, name)
+        if seconds is not None:
+            if rate is None:
+                raise ConfigError("sweep: seconds needs the axis rate")
+            mean: float = rate * seconds
+            return round(mean + 8 * math.sqrt(mean) + 8)  # of which those that arrive in time are kept
+        if self._requests == STEADY:
+            return steady_requests(name, setting["w"])
+        if self._requests == WINDOW:
+            if rate is not None:
+                raise ConfigError(f"sweep: requests = {WINDOW!r} has no rate")
+            return window_of(name, setting["w"])[0]
+        return int(self._of_workload(self._requests, name, 200))
+
+    @staticmethod
+    def _of_workload(value: Any, name: str, default: Any = None) -> Any:
+        """A value that may be a table by workload."""
+        return value.get(name, default) if isinstance(value, Mapping) else value
 
     def options(self, setting: Row) -> dict[str, Any]:
         """Of the engine, W apart."""
@@ -141,10 +195,11 @@ class _Runner:
         exit_weights(setting["exits"], self.profile(setting))
         if setting["draft_acceptance"] is not None:
             parse_acceptance(setting["draft_acceptance"])
+        self._count(setting)
         EngineConfig(**self.options(setting) | {"max_num_seqs": setting["w"]})
 
 
-class Simulations(_Runner):
+class Simulations(Runner):
     """Virtual time. Settings that come to the same are run once: ``cb`` whatever the exits, K only for refill."""
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
@@ -169,7 +224,8 @@ class Simulations(_Runner):
             workload = self.workload(setting, profile)
             options = self.options(setting)
             blocks = self._blocks(setting, workload, profile, options)
-            run = run_policy(profile, workload, setting["w"], kv_blocks=blocks, **options)
+            how = {"window": self.window(setting), "launch_us": setting["launch_us"]}
+            run = run_policy(profile, workload, setting["w"], blocks, **how, **options)
             latencies = latency_figures(run, workload)
             if blocks is not None:
                 latencies |= memory_figures(run, blocks)
@@ -183,19 +239,22 @@ class Simulations(_Runner):
     ) -> int | None:
         """KV blocks, the dummy included, of a share of what the setting would use with enough of them; at least those of
         its longest request."""
+        if setting["kv_blocks"] is not None:
+            return 1 + int(setting["kv_blocks"])
         if setting["kv_capacity"] is None:
             return None
         memory = {"preemption": None, "kv_capacity": 1.0, "swap_space": None}
         key = json.dumps(setting | memory, sort_keys=True)
         if key not in self._needs:
             free = dict(options) | {"preemption": "recompute", "kv_headroom": 0.0, "swap_space": None}
-            self._needs[key] = run_policy(profile, workload, setting["w"], **free).peak_blocks
+            window = self.window(setting)
+            self._needs[key] = run_policy(profile, workload, setting["w"], None, window, **free).peak_blocks
         least = -(-workload.longest // BLOCK_SIZE)
         blocks: int = 1 + max(least, round(setting["kv_capacity"] * self._needs[key]))
         return blocks
 
 
-class Processes(_Runner):
+class Processes(Runner):
     """The real processes, each setting in an engine of its own, on the simulated device."""
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
@@ -203,9 +262,11 @@ class Processes(_Runner):
         self._baseline: Any = None
 
     def check(self, setting: Row) -> None:
-        for name in ("rate", "boundary_layers", "kv_capacity"):
+        for name in ("rate", "boundary_layers", "kv_capacity", "kv_blocks"):
             if setting[name] is not None:
                 raise ConfigError(f"sweep: {name} needs runner 'simulate'")
+        if setting["launch_us"] or self.window(setting) is not None:
+            raise ConfigError(f"sweep: launch_us and requests = {WINDOW!r} need runner 'simulate'")
         if isinstance(setting["draft_acceptance"], Mapping):
             raise ConfigError("sweep: draft_acceptance by depth needs runner 'simulate'")
         super().check(setting)
@@ -231,7 +292,7 @@ class Processes(_Runner):
 
 def _preemption(setting: Row) -> dict[str, Any]:
     """The engine's options of the axes ``preemption`` and ``swap_space``."""
-    if setting["kv_capacity"] is None:
+    if setting["kv_capacity"] is None and setting["kv_blocks"] is None:
         return {"preemption": "off"}
     name, _, headroom = (setting["preemption"] or "recompute").partition(":")
     try:
@@ -248,20 +309,21 @@ def _preemption(setting: Row) -> dict[str, Any]:
 def memory_figures(run: Run, blocks: int) -> Row:
     """What scarce KV memory has cost: bytes copied each way, tokens computed a second time, and the gap before the next
     token of a sequence that was preempted in it, seconds of virtual time (None without any)."""
-    gaps = run.victim_gaps_s
+    gaps, then, now = run.victim_gaps_s, run.before, run.stats
     return {
         "kv_blocks": blocks - 1,
-        "moved_gib": (run.stats.offloaded_bytes + run.stats.restored_bytes) / (1 << 30),
+        "moved_gib": (now.offloaded_bytes + now.restored_bytes - then.offloaded_bytes - then.restored_bytes)
+        / (1 << 30),
         "moved_share": run.moved_s / run.duration_s,
-        "recomputed_tokens": run.stats.recomputed_tokens,
+        "recomputed_tokens": now.recomputed_tokens - then.recomputed_tokens,
         "mean_next_token_s": float(np.mean(gaps)) if gaps else None,
         "p99_next_token_s": float(np.percentile(gaps, 99)) if gaps else None,
-        "p99_itl_s": float(np.percentile(run.gaps_s, 99)),
     }
 
 
 def latency_figures(run: Run, workload: Workload) -> Row:
-    """Mean and p99 of normalized latency (end to end over output tokens) and of TTFT, seconds of virtual time."""
+    """Mean and p99 of normalized latency (end to end over output tokens) and of TTFT, and p99 of ITL, seconds of virtual
+    time."""
     requests = workload.requests
     e2e = [(run.last_token_s[i] - requests[i].arrival_s) / requests[i].output_tokens for i in run.last_token_s]
     ttft = [run.first_token_s[i] - requests[i].arrival_s for i in run.first_token_s]
@@ -270,6 +332,7 @@ def latency_figures(run: Run, workload: Workload) -> Row:
         "p99_normalized_latency_s": float(np.percentile(e2e, 99)),
         "mean_ttft_s": float(np.mean(ttft)),
         "p99_ttft_s": float(np.percentile(ttft, 99)),
+        "p99_itl_s": float(np.percentile(run.gaps_s, 99)),
     }
 
 

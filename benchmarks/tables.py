@@ -1,4 +1,4 @@
-"""Markdown over the rows of a sweep: their figures, the paper's claims, ``auto`` against the fixed policies.
+"""Markdown over the rows of a sweep: their figures, and ``auto`` against the fixed policies.
 
 Sustained rates: a policy's p99 normalized latency is measured at the sweep's rates; between them it is interpolated, on a
 logarithmic scale as latencies rise steeply near saturation. Where several rates give the same latency the highest counts.
@@ -10,46 +10,53 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from depthbatch.benchmarks.figures import figure_value
+
 Row = Mapping[str, Any]
 OURS = "auto"
 PLAIN = ("no-refill", "refill:W/4")  # what one would choose without knowing the exits
 _P99 = "p99_normalized_latency_s"
-_TOLERANCE = 0.005  # of a ratio, beyond the range that the paper states
+_PERCENTILES = (("ttft", "50"), ("ttft", "99"), ("itl", "50"), ("itl", "99"), ("itl", "99.9"))
 
 
-def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(
         ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"] + [f"| {' | '.join(c)} |" for c in lines]
     )
 
 
-def table(rows: Sequence[Row], axes: Iterable[str]) -> str:
-    """The axes that vary, and the main figures."""
+def table(rows: Sequence[Row], axes: Iterable[str], columns: Sequence[str] = ()) -> str:
+    """The axes that vary, and ``columns``, or the main figures."""
     varying = [name for name in axes if len({json.dumps(row[f"axis_{name}"]) for row in rows}) > 1]
-    figures = ["tokens_per_s", "relative_to_cb", "s_e2e", "realized", "prefill_share", "idle_share", "mean_depth"]
-    if any(row["axis_rate"] is not None for row in rows):
-        figures += ["normalized_latency_s", _P99]
-    if any("goodput_tokens_per_s" in row for row in rows):
-        figures += ["goodput_tokens_per_s", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "p99.9_itl_ms"]
-    cells = ([*(str(r[f"axis_{name}"]) for name in varying), *(f"{r[name]:.4g}" for name in figures)] for r in rows)
-    return _markdown(varying + figures, cells)
+    figures = list(columns)
+    if not figures:
+        figures = ["tokens_per_s", "relative_to_cb", "s_e2e", "realized", "prefill_share", "idle_share", "mean_depth"]
+        if any(row["axis_rate"] is not None for row in rows):
+            figures += ["normalized_latency_s", _P99]
+        if any("goodput_tokens_per_s" in row for row in rows):
+            figures += ["goodput_tokens_per_s", *(f"p{q}_{x}_ms" for x, q in _PERCENTILES)]
+    cells = (
+        [*(str(r[f"axis_{name}"]) for name in varying), *(f"{figure_value(r, name):.4g}" for name in figures)]
+        for r in rows
+    )
+    return markdown([*varying, *figures], cells)
 
 
-def claims_table(rows: Sequence[Row], claims: Sequence[Row]) -> str:
-    """What the paper states, and what the rows that it concerns come to."""
+def slots_table(rows: Sequence[Row]) -> str:
+    """Of a sweep over ``s``: throughput over that of the default S, and p99 ITL, by profile and workload, ``cb`` apart."""
+    rows = [row for row in rows if row["axis_policy"] != "cb"]
+    sizes = sorted({row["axis_s"] for row in rows})
+    default = max(1, rows[0]["axis_w"] // 8)
     lines = []
-    for claim in claims:
-        found = [row[claim["y"]] for row in rows if all(row[f"axis_{k}"] == v for k, v in claim["where"].items())]
-        low, high = min(found), max(found)
-        if low >= claim["low"] - _TOLERANCE and high <= claim["high"] + _TOLERANCE:
-            verdict = "within"
-        elif low >= claim["low"] - _TOLERANCE:
-            verdict = "reaches above"
-        else:
-            verdict = "reaches below" if high <= claim["high"] + _TOLERANCE else "wider"
-        paper = f"{claim['low']:.3g} to {claim['high']:.3g}"
-        lines.append((claim["claim"], paper, f"{low:.3g} to {high:.3g}", verdict))
-    return _markdown(("claim", "paper", "ours", ""), lines)
+    for profile, workload in dict.fromkeys((row["axis_profile"], row["axis_workload"]) for row in rows):
+        by_s = {
+            row["axis_s"]: row for row in rows if (row["axis_profile"], row["axis_workload"]) == (profile, workload)
+        }
+        base = by_s[default]["tokens_per_s"]
+        cells = (f"{by_s[s]['tokens_per_s'] / base:.3f} ({1e3 * by_s[s]['p99_itl_s']:.0f} ms)" for s in sizes)
+        lines.append((profile, workload, *cells))
+    head = ("profile", "workload", *(f"S = {s}" for s in sizes))
+    return f"Tokens/s over those at S = {default}, the default, and p99 ITL.\n\n{markdown(head, lines)}"
 
 
 def memory_table(rows: Sequence[Row]) -> str:
@@ -85,7 +92,7 @@ def memory_table(rows: Sequence[Row]) -> str:
                 "-" if None in gaps else ", ".join(f"{gap:.2f}" for gap in gaps),
             )
         )
-    return _markdown(head, lines)
+    return markdown(head, lines)
 
 
 # --- auto against every fixed setting
@@ -141,7 +148,7 @@ def auto_table(rows: Sequence[Row]) -> str:
             f"{len(ratios)} cells. Each entry: auto / best fixed setting (auto / better of {' and '.join(PLAIN)}), "
             "least over workloads.",
             "",
-            _markdown(["profile", "exits", *(f"W = {w}" for w in widths)], lines),
+            markdown(["profile", "exits", *(f"W = {w}" for w in widths)], lines),
             "",
             _spread("best fixed", best, 0.99),
             _spread(f"better of {' and '.join(PLAIN)}", plain, 1.0),
@@ -181,7 +188,7 @@ def draft_table(rows: Sequence[Row]) -> str:
         [
             f"{len(ratios)} cells. Each entry: auto / best of no drafts and all fixed ones (auto / no drafts).",
             "",
-            _markdown(header, lines),
+            markdown(header, lines),
             "",
             _spread("best fixed", best, 0.99),
             _spread("no drafts", plain, 0.99),
@@ -242,10 +249,20 @@ def compare(rows: Sequence[Row]) -> list[Comparison]:
 
 
 def sustained_table(rows: Sequence[Row]) -> str:
-    """For every threshold, the rates that auto and the best fixed policy sustain at equal p99."""
+    """For every threshold, the rates that auto and the best fixed policy sustain at equal p99, and over seeds, where there are
+    several, the mean of their ratio, the least and the most."""
     lines = []
     for exits in dict.fromkeys(row["axis_exits"] for row in rows):
-        for c in compare([row for row in rows if row["axis_exits"] == exits]):
-            rates = (f"{c.fixed_rate:.3g}", f"{c.our_rate:.3g}", f"{c.our_rate / c.fixed_rate:.3f}")
-            lines.append((exits, f"{c.p99_s:.4g}", c.fixed, *rates))
-    return _markdown(("exits", "p99 normalized latency (s)", "best fixed", "its rate", "rate of auto", ""), lines)
+        own = [row for row in rows if row["axis_exits"] == exits]
+        by_seed = [
+            compare([row for row in own if row.get("axis_seed") == seed])
+            for seed in dict.fromkeys(row.get("axis_seed") for row in own)
+        ]
+        for at in zip(*by_seed, strict=True):
+            ratios = [c.our_rate / c.fixed_rate for c in at]
+            spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(at) > 1 else ""
+            rates = (f"{np.mean([getattr(c, name) for c in at]):.3g}" for name in ("fixed_rate", "our_rate"))
+            fixed = ", ".join(dict.fromkeys(c.fixed for c in at))
+            p99_s = float(np.mean([c.p99_s for c in at]))
+            lines.append((exits, f"{p99_s:.4g}", fixed, *rates, f"{np.mean(ratios):.3f}{spread}"))
+    return markdown(("exits", "p99 normalized latency (s)", "best fixed", "its rate", "rate of auto", ""), lines)

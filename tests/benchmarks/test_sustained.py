@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthbatch.benchmarks.tables import compare, sustained_rate
+from depthbatch.benchmarks.tables import compare, sustained_rate, sustained_table
 
 
 def test_between_rates_latency_grows_exponentially() -> None:
@@ -29,3 +29,23 @@ def test_auto_is_held_against_the_policy_that_sustains_most() -> None:
     low, high = compare(rows)
     assert (low.fixed, low.p99_s, low.fixed_rate, low.our_rate) == ("refill", 1.0, 1.0, 1.0)
     assert (high.fixed, high.p99_s, high.fixed_rate, high.our_rate) == ("no-refill", 6.0, 2.0, 2.0)
+
+
+def test_a_point_is_shown_with_its_spread_over_seeds() -> None:
+    """With one seed a miss may be luck: auto's p99 is that of refill under seed 0, and reached at half the rate under 1."""
+    rows = [
+        {
+            "axis_policy": name,
+            "axis_exits": "q",
+            "axis_seed": seed,
+            "axis_rate": rate,
+            "p99_normalized_latency_s": p99_s,
+        }
+        for seed in (0, 1)
+        for name in ("refill", "auto")
+        for rate, p99_s in ((1.0, 1.0), (2.0, 4.0 if name == "auto" and seed else 2.0))
+    ]
+    *_, low, high = sustained_table(rows).splitlines()
+    assert low == "| q | 1 | refill | 1 | 1 | 1.000 (1.000 to 1.000) |"
+    assert high == "| q | 2 | refill | 2 | 1.75 | 0.875 (0.750 to 1.000) |"
+    assert sustained_table(rows[:4]).splitlines()[-1] == "| q | 2 | refill | 2 | 2 | 1.000 |"

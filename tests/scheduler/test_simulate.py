@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthbatch.benchmarks.simulate import Run, add_simulate_arguments, report, run_policy, run_simulate
+from depthbatch.benchmarks.simulate import Run, Window, add_simulate_arguments, report, run_policy, run_simulate
 from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError
@@ -216,3 +216,30 @@ def test_bad_workload_files_are_named(tmp_path: Path, text: str, says: str) -> N
     with pytest.raises(ConfigError, match=says) as caught:
         Workload.read(path)
     assert "bad.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_window_counts_its_tokens_alone() -> None:
+    """Ten equal requests one after another at W = 1: of the window's four requests' tokens everything is a multiple of one
+    request's, whatever came before; nothing that was still to come has been run."""
+    ten = Workload((WorkloadRequest(100, 3, exit_depths=(2, 2)),) * 10)
+    one, part = run(Workload(ten.requests[:1]), width=1), run(ten, width=1, window=Window(9, 12))
+    assert (part.tokens, part.finished, part.mean_depth) == (12, 4, 2)
+    assert part.duration_s == pytest.approx(4 * one.duration_s) and part.start_s == pytest.approx(3 * one.duration_s)
+    assert part.steps == {stage: 4 * count for stage, count in one.steps.items()}
+    assert part.prompt_tokens == 400 and len(part.first_token_s) == 4
+    with pytest.raises(ConfigError, match="ends before a window of 30 tokens after 9"):
+        run(ten, width=1, window=Window(9, 30))
+
+
+def test_launch_time_is_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_simulate_arguments(parser)
+    options = ["--workload", "alpaca", "--requests", "4", "--profile", "h100-ouro-1.4b", "--w", "2"]
+    for bad in ("-1", "nan", "inf"):
+        with pytest.raises(ConfigError, match="launch-us must be a time"):
+            run_simulate(parser.parse_args([*options, "--launch-us", bad]))
+    tokens_per_s = []
+    for launch in ("0", "500"):
+        assert run_simulate(parser.parse_args([*options, "--launch-us", launch])) == 0
+        tokens_per_s.append(json.loads(capsys.readouterr().out)["tokens_per_s"])
+    assert tokens_per_s[1] < 0.95 * tokens_per_s[0]
