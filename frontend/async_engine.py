@@ -24,7 +24,7 @@ from depthbatch.frontend.live_requests import LiveRequest, News, Progress
 from depthbatch.frontend.loading_progress import LoadingProgress
 from depthbatch.frontend.mailbox import Mailbox, Place, Request
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
-from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.params import SamplingParams, check_length
 from depthbatch.frontend.process_metrics import flat_stats
 from depthbatch.frontend.processes import Processes
 from depthbatch.frontend.prompts import (
@@ -182,6 +182,8 @@ class AsyncEngine:
     async def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt, in the thread that owns the encoding. Raises RequestError."""
         if not isinstance(prompt, str):
+            if isinstance(prompt, list) and len(prompt) > self.info.max_model_len:  # before any of them is looked at
+                check_length(len(prompt), None, self.info.max_model_len)
             return encode_prompt(prompt, params, self.tokenizer)
         token_ids: list[int] = await self._in_tokenizer_thread(
             encode_prompt, prompt, params, self.tokenizer, self.info.max_model_len

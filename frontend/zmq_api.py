@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, nullcontext
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +31,9 @@ from depthbatch.frontend.zmq_keys import ServerKeys
 
 log = get_logger("zmq_api")
 
-ClientId = str | int
+MAX_NAME_CHARS = 128  # every message of a request repeats its id
+ClientId = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | int
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 NO_CLIENT = 0  # has no API key
 HEARTBEAT_MS = 10_000
 
@@ -52,13 +54,13 @@ class SubmitVerb(_Verb, frozen=True, tag="submit"):
     id: ClientId
     prompt: str | list[int]
     params: dict[str, Any] = {}  # fields of SamplingParams
-    request_id: str | None = None  # the answer can be resumed by this name
+    request_id: Name | None = None  # the answer can be resumed by this name
     resume: Begun | None = None
 
 
 class ResumeVerb(_Verb, frozen=True, tag="resume"):
     id: ClientId
-    request_id: str
+    request_id: Name
     after: int = 0  # tokens that the client has
 
 
@@ -109,7 +111,7 @@ def _id_in(data: bytes) -> ClientId | None:
         client_id = msgspec.msgpack.decode(data)["id"]
     except Exception:  # bytes of a stranger, of any shape
         return None
-    return client_id if isinstance(client_id, str | int) else None
+    return client_id if type(client_id) in (str, int) else None  # a bool is no id
 
 
 class ZmqApi:

@@ -196,6 +196,34 @@ def test_bad_messages(address: str) -> None:
     assert serve(address, body) == 6
 
 
+def test_names_and_prompts_have_a_largest_size(address: str) -> None:
+    """Bug: each token's message repeated an id of a megabyte; names of answers had any length, none too; true was echoed as an
+    id, as which it equals 1; and every id of a prompt of millions was looked at before its length was, in which time no
+    other stream got a token."""
+
+    def body(address: str) -> None:
+        client = Client(address)
+        good = {"verb": "submit", "prompt": [7], "params": {"max_tokens": 1}}
+        for bad, echoed in (
+            ({"id": "x" * 129}, "x" * 129),
+            ({"id": True}, None),
+            ({"id": 1, "request_id": ""}, 1),
+            ({"id": 1, "request_id": "x" * 129}, 1),
+            ({"id": 1, "request_id": "x" * 129, "verb": "resume"}, 1),
+        ):
+            client.send(**{**good, **bad})
+            error = client.receive()
+            assert (error["error"], error["id"]) == ("decode", echoed) and type(error["id"]) is type(echoed)
+        client.send(**{**good, "id": 1, "prompt": [-1] * 600})
+        error = client.receive()
+        assert error["error"] == "request" and "prompt of 600 tokens leaves no room" in error["message"]
+        client.send(**good, id="x" * 128, request_id="x" * 128)
+        assert until_terminal(client, "x" * 128)[-1]["finish_reason"] == "length"
+        client.close()
+
+    assert serve(address, body) == 5
+
+
 @pytest.mark.parametrize(
     "name",
     [
