@@ -8,6 +8,8 @@ import ipaddress
 import os
 import re
 
+from depthbatch.common.errors import shown
+
 MAX_IPC_PATH_BYTES = 107  # sun_path of a UNIX socket, without its final NUL
 MAX_PORT = 65535
 _TCP = re.compile(r"tcp://(\[[^\[\]]+\]|[^\[\]:/;]*):([1-9][0-9]{0,4})")
@@ -22,19 +24,17 @@ def check_endpoint(address: str, bind: bool, schemes: tuple[str, ...] = ("tcp", 
     """
     scheme = address.partition("://")[0]
     if scheme not in schemes or "://" not in address:
-        raise ValueError(f"must begin with {' or '.join(f'{each}://' for each in schemes)}, not {_shown(address)}")
+        raise ValueError(f"must begin with {' or '.join(f'{each}://' for each in schemes)}, not {shown(address)}")
     if scheme == "ipc":
         _check_path(address)
         return
     found = _TCP.fullmatch(address)
     if found is None or int(found[2]) > MAX_PORT:
         brackets = " and an IPv6 address in brackets" if address.count(":") > 2 and "[" not in address else ""
-        raise ValueError(
-            f"must be tcp://ADDRESS:PORT with a port from 1 to {MAX_PORT}{brackets}, not {_shown(address)}"
-        )
+        raise ValueError(f"must be tcp://ADDRESS:PORT with a port from 1 to {MAX_PORT}{brackets}, not {shown(address)}")
     host = found[1]
     if host == "*" and not bind:
-        raise ValueError(f"must name a host to connect to, not {_shown(address)}")
+        raise ValueError(f"must name a host to connect to, not {shown(address)}")
     if host != "*" and not _is_host(host):
         raise ValueError(f"must be tcp://ADDRESS:PORT: {host[:80]!r} is no address and no name")
 
@@ -51,9 +51,9 @@ def _check_path(address: str) -> None:
     except UnicodeEncodeError:
         size = 0
     if not size or not path.isprintable() or path == "*":
-        raise ValueError(f"must be ipc://PATH, not {_shown(address)}")
+        raise ValueError(f"must be ipc://PATH, not {shown(address)}")
     if size > MAX_IPC_PATH_BYTES:
-        raise ValueError(f"has a path of {size} bytes, more than {MAX_IPC_PATH_BYTES}: {_shown(address)}")
+        raise ValueError(f"has a path of {size} bytes, more than {MAX_IPC_PATH_BYTES}: {shown(address)}")
 
 
 def _is_host(host: str) -> bool:
@@ -65,9 +65,3 @@ def _is_host(host: str) -> bool:
     except ValueError:
         return False
     return _NAME.fullmatch(host) is not None
-
-
-def _shown(address: str) -> str:
-    """However long it is."""
-    text = repr(address)
-    return text if len(text) <= 120 else f"{text[:120]}..."

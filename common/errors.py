@@ -2,8 +2,31 @@
 process and command that ends with one.
 """
 
+import itertools
+from typing import Any
+
+SHOWN_CHARS = 80  # of a value
 FAULT = 1  # whoever runs the program may start it again
 USER_ERROR = 2  # the configuration is wrong: another start would end the same way
+
+
+def shown(value: Any) -> str:
+    """A value in an error's one line, however long it is."""
+    text = repr(_first_of(value, [SHOWN_CHARS]))
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def _first_of(value: Any, room: list[int]) -> Any:
+    """At least as much of it as is shown: the repr of a list of millions takes a second, in which nothing else runs."""
+    room[0] -= 1
+    if isinstance(value, str | bytes):
+        return value[:SHOWN_CHARS]
+    if type(value) is list:
+        return [_first_of(item, room) for item in itertools.takewhile(lambda _: room[0] >= 0, value)]
+    if type(value) is dict:
+        items = itertools.takewhile(lambda _: room[0] >= 0, value.items())
+        return {_first_of(key, room): _first_of(item, room) for key, item in items}
+    return value
 
 
 class DepthbatchError(Exception):

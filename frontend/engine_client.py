@@ -44,7 +44,7 @@ from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, endpoint
 from depthbatch.frontend.hangs import HangWatch
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
 from depthbatch.frontend.live_requests import LiveRequest, LiveRequests, News, Progress, check_progress
-from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
+from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_length, check_token_ids
 from depthbatch.frontend.processes import MAX_FRONTENDS, Launcher, Processes
 from depthbatch.frontend.restarts import Loss, Restarts
 from depthbatch.frontend.token_bans import Encode
@@ -167,6 +167,7 @@ class EngineClient:
             raise self.failure
         if self.info is None or self._defaults is None:
             raise EngineDeadError("the engine is not ready yet")
+        check_length(len(prompt_ids), None, self.info.max_model_len)  # before any of them is looked at
         check_token_ids(prompt_ids, self.info)
         return self._defaults.resolve(params, len(prompt_ids), ordinal, self.encode)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from depthbatch.common.errors import RequestError
+from depthbatch.common.errors import RequestError, shown
 from depthbatch.common.frames import MAX_BAD_SEQUENCES, MAX_DEPTH, MAX_LOGPROBS
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
 from depthbatch.common.kv_layout import KVLayout
@@ -33,7 +33,6 @@ MAX_BAD_WORD_CHARS = 64
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_CACHE_SALT_CHARS = 1024
 INT32_MAX = 2**31 - 1
-SHOWN_CHARS = 80
 
 
 class Range(NamedTuple):
@@ -172,12 +171,6 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 _DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
-
-
-def shown(value: Any) -> str:
-    """A value in an error's one line, however long it is."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def complaint(name: str, value: Any) -> str | None:

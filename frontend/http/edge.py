@@ -7,10 +7,10 @@ from collections import deque
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from depthbatch.common.errors import shown
 from depthbatch.frontend.background import panics_as_errors
 from depthbatch.frontend.http.error_answers import ApiError
 from depthbatch.frontend.http.page import PATHS
-from depthbatch.frontend.params import shown
 
 # what probes, scrapers and browsers read without a key; everything that names or runs a model needs one
 OPEN_PATHS = PATHS | {"/health", "/ready", "/metrics", "/version", "/get_load", "/v1/loads", "/docs", "/openapi.json"}

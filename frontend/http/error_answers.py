@@ -8,10 +8,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError, RequestKillsWorkerError
+from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError, RequestKillsWorkerError, shown
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
-from depthbatch.frontend.params import FLAGS, ContextLengthError, complaint, shown
+from depthbatch.frontend.params import FLAGS, ContextLengthError, complaint
 
 log = get_logger("http")
 

@@ -206,7 +206,9 @@ def _add_state(router: APIRouter, service: Service, probe: Probe) -> None:
         """Ends requests by name, which belong to the key that they came with; answers which of them were running."""
         client = client_of(request)
         ids = [body.request_id] if isinstance(body.request_id, str) else body.request_id
-        return json_answer({"aborted": [name for name in dict.fromkeys(ids) if await service.abort(name, client)]})
+        names = list(dict.fromkeys(ids))
+        found = await asyncio.gather(*(service.abort(name, client) for name in names))
+        return json_answer({"aborted": [name for name, known in zip(names, found, strict=True) if known]})
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=None, responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})

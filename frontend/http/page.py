@@ -49,6 +49,7 @@ def routes(facts: Mapping[str, object]) -> APIRouter:
         content, media_type = answers[name]
         return Response(content, media_type=media_type, headers=HEADERS)
 
+    @router.head("/", include_in_schema=False)
     @router.get("/", include_in_schema=False)
     async def document() -> Response:
         """The document; it holds no secret, so it asks for none."""

@@ -125,13 +125,14 @@ HARMLESS = frozenset(
 )
 
 _warned: set[str] = set()
+MAX_UNKNOWN = 256  # fields of one object
 MAX_WARNED = 1000  # names come from clients: the set must not grow with them
 
 
 def check_body(body: Body) -> None:
     """Refuses what is known and unsupported in a body, or in an object within it. Raises ApiError (400)."""
     check_extras(body.model_extra)
-    for name in body.model_fields_set:
+    for name in body.model_fields_set & type(body).model_fields.keys():
         _check_within(name, name, getattr(body, name, None))
 
 
@@ -149,7 +150,14 @@ def _check_within(name: str, place: str, value: Any) -> None:
 def check_extras(
     extras: Mapping[str, Any] | None, unsupported: Mapping[str, Neutral] = UNSUPPORTED, place: str = ""
 ) -> None:
-    """Refuses what is known and unsupported, warns once about what nobody knows. Raises ApiError (400)."""
+    """Refuses what is known and unsupported, and very many fields; warns once about what nobody knows. Raises ApiError (400)."""
+    if extras and len(extras) > MAX_UNKNOWN:
+        raise ApiError(
+            400,
+            f"{place or 'the body'} has {len(extras)} unknown fields, more than {MAX_UNKNOWN}",
+            param=place.partition("[")[0].partition(".")[0] or None,
+            code="unsupported_field",
+        )
     for name, value in (extras or {}).items():
         neutral = unsupported.get(name)
         if neutral is not None:

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from depthbatch.common.errors import shown
 from depthbatch.frontend.http.error_answers import ApiError
 from depthbatch.frontend.http.schemas import SHAPES, GenerationFields
 from depthbatch.frontend.kept_answers import KeptAnswer
 from depthbatch.frontend.output import OutputDelta
-from depthbatch.frontend.params import shown
 
 MAX_CHOICES = 16  # whose counts an event's id holds; streams of more cannot be resumed
 REQUEST_ID = "X-Request-Id"

@@ -1,5 +1,6 @@
 """Bodies that no client of good will sends, to every route that takes one: each is a 400 as JSON, and the server goes on."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from depthbatch.common.errors import SHOWN_CHARS, shown
 from depthbatch.frontend.http.schemas import (
     AbortRequest,
     ChatRequest,
@@ -113,6 +115,62 @@ def test_values_elsewhere(hostile: httpx.Client, route: str) -> None:
         assert answer.status_code == 200 or answer.json()["error"]["code"]
     twice = post(hostile, route, f'{{"{field}": 5.5, "{field}": {good}, "max_tokens": 1}}'.encode())
     assert twice.status_code == 200, "of two keys of one name the last counts, as in every client's own parser"
+
+
+def test_very_many_unknown_fields_are_refused(hostile: httpx.Client) -> None:
+    """Bug: each of a million was looked up and warned of, in which time no other stream got a token. In objects within, too."""
+    many = {f"x{number}": 1 for number in range(257)}
+    few = dict(list(many.items())[:256])
+    for body, param, place in (
+        ({"prompt": "x", **many}, None, "the body"),
+        ({"prompt": "x", "stream": True, "stream_options": many}, "stream_options", "stream_options"),
+    ):
+        error = post(hostile, "/v1/completions", json.dumps({**body, "max_tokens": 1}).encode()).json()["error"]
+        assert error["message"] == f"{place} has 257 unknown fields, more than 256" and error["param"] == param
+    assert (
+        post(hostile, "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1, **few}).encode()).status_code
+        == 200
+    )
+
+
+def test_many_names_are_aborted_at_once(
+    hostile: httpx.Client, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: one after the other: while another frontend is started again, and does not answer, each took half a second."""
+    waiting = 0
+    all_there = asyncio.Event()
+
+    async def abort(name: str) -> bool:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 20:
+            all_there.set()
+        await all_there.wait()
+        return name.endswith("7")
+
+    monkeypatch.setattr(server.service, "abort_named", abort)
+    names = [f"n{number}" for number in range(20)]
+    assert hostile.post("/abort", json={"request_id": names}).json() == {"aborted": ["n7", "n17"]}
+
+
+def test_no_more_of_a_value_is_looked_at_than_is_shown() -> None:
+    """Bug: the error of a list of millions made a text of all of it first, however little of it was told."""
+    looked_at = 0
+
+    class Counted:
+        def __repr__(self) -> str:
+            nonlocal looked_at
+            looked_at += 1
+            return "c"
+
+    for value in ([Counted()] * 1000, [[Counted()] * 1000], {"a": [[Counted()] * 500] * 9}, [{"a": Counted()}] * 1000):
+        looked_at = 0
+        assert shown(value) == f"{repr(value)[:SHOWN_CHARS]}..."
+        looked_at = 0
+        assert shown(value) and looked_at <= SHOWN_CHARS
+    for value in ("a" * 79, "a" * 10**6, b"a" * 100, [1, "b", None, {"c": 1.5}], [[[[]]]], {}, {"a" * 100: 1}, 7):
+        text = repr(value)
+        assert shown(value) == (text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}...")
 
 
 def test_texts_have_the_length_of_a_prompt(hostile: httpx.Client) -> None:

@@ -54,6 +54,7 @@ def test_all_it_asks_for_is_served_and_shipped(http: httpx.Client) -> None:
         assert set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text_of(name))) <= {"http://www.w3.org"}, name
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert data["depthbatch.frontend.http"] == ["static/*"]
+    assert http.head("/").status_code == 200, "bug: whoever watches a page by HEAD was told 405"
     assert http.get("/page/page.html").status_code == http.get("/page/..%2fapp.py").status_code == 404
 
 
