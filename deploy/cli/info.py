@@ -60,7 +60,7 @@ def run_info(args: argparse.Namespace) -> int:
         ("dtype", str(spec.dtype).removeprefix("torch.")),
         ("weights", f"{size / MIB:.1f} MiB{on_each}{kind}"),
         ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
-        ("tensor parallel", spelt(counts)),
+        ("tensor parallel", spelt(counts) + _reservation(counts, device.type)),
     ]
     lines = [f"{name:<17}{value}" for name, value in rows]
     devices = [resolve_device(config.device, ranks, config.quantization, rank) for rank in range(ranks)]
@@ -74,6 +74,10 @@ def run_info(args: argparse.Namespace) -> int:
         lines.append(f"  {label:<18}{spec.kv_bytes_per_token(layout) / 1024:>14.1f}{plan.tokens_that_fit:>17}")
     print(*lines, "* = default", sep="\n")  # at once: an error comes alone, not under half of a table
     return 0
+
+
+def _reservation(counts: tuple[int, ...], device_type: str) -> str:
+    return " (on GPUs written and not run yet: docs/gpu.md)" if device_type == "cuda" and len(counts) > 1 else ""
 
 
 def _on(ranks: int) -> str:

@@ -1,12 +1,17 @@
 """Two engines on Ray Serve, the real one: kill -9 of a replica, a worker and a scheduler in the middle of 64 streams, then more
 engines and fewer under load. One Ray for all of it: it takes ten seconds to start."""
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from fakes.serve_process import free_port
@@ -53,6 +58,55 @@ def test_scaling_loses_nothing(report: dict[str, Any]) -> None:
     assert scaling["replicas"] == [1, 2, 1]
     assert scaling["up"] == whole
     assert scaling["down"] == whole[:4] * (len(scaling["down"]) // 4) and scaling["down"]
+
+
+def test_an_engine_tells_ray_how_it_is() -> None:
+    """Its counters as metrics of Ray's, its queued loops to the router, and a failure of its health once it is lost."""
+    script = Path(__file__).with_name("ray_engine.py")
+    run = subprocess.run([PYTHON, script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert {
+        "depthbatch_num_requests_waiting",
+        "depthbatch_kv_cache_usage_perc",
+        "depthbatch_generation_tokens_total",
+    } <= set(told["gauges"])
+    assert not any("{" in name for name in told["gauges"])
+    assert told["idle"] == {"queued_loops": 0} and told["failed"] == "frontend: a task failed; its log has the details"
+
+
+def test_serve_run_is_one_command() -> None:
+    """As the page has it: the API answers under Ray's own address, and Ctrl-C ends all of it."""
+    if listens(8000):
+        pytest.skip("port 8000, which is serve's, is taken")
+    command = [PYTHON.with_name("serve"), "run", "depthbatch.deploy.ray_app:app", "model=demo", "threads=1"]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        try:
+            answer = first_answer(run, {"model": "demo", "prompt": "12+13=", "max_tokens": 8})
+            assert answer["choices"][0]["text"] and answer["usage"]["completion_tokens"] > 0
+        finally:
+            run.send_signal(signal.SIGINT)
+            told, _ = run.communicate(timeout=60)
+    assert "Running import path: 'depthbatch.deploy.ray_app:app'" in told and not listens(8000)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as end:
+        return end.connect_ex(("127.0.0.1", port)) == 0
+
+
+def first_answer(run: "subprocess.Popen[str]", body: dict[str, Any]) -> dict[str, Any]:
+    """Of a server that is starting."""
+    deadline_s = time.monotonic() + 180
+    while time.monotonic() < deadline_s and run.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.post("http://127.0.0.1:8000/v1/completions", json=body, timeout=60)
+            if answer.status_code == 200:
+                found: dict[str, Any] = answer.json()
+                return found
+        time.sleep(0.5)
+    raise AssertionError("no answer")
 
 
 def test_bad_options_are_told() -> None:

@@ -20,6 +20,7 @@ from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.frames import Stage
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout
+from depthbatch.deploy.cli import info
 from depthbatch.deploy.cli.info import add_info_arguments, run_info
 from depthbatch.frontend.llm import LLM
 from depthbatch.frontend.params import RequestDefaults, SamplingParams
@@ -115,6 +116,15 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert [resolve_device("auto", 2, rank=rank) for rank in range(2)] == [torch.device("cuda", n) for n in range(2)]
     assert resolve_device("auto") == torch.device("cuda")
+
+
+def test_info_says_where_ranks_have_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many there may be, and of GPUs that nothing is known yet."""
+    assert run_info(info_arguments("demo", "--device", "cpu", "--tensor-parallel-size", "2")) == 0
+    told = capsys.readouterr().out
+    assert "tensor parallel  1, 2 or 4 ranks\n" in told and "(on cpu, 2 ranks, " in told
+    assert "not run yet" in info._reservation((1, 2, 4), "cuda")
+    assert not info._reservation((1,), "cuda") and not info._reservation((1, 2), "cpu")
 
 
 def info_arguments(*words: str) -> argparse.Namespace:
