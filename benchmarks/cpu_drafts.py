@@ -18,7 +18,7 @@ import numpy as np
 
 from depthbatch.benchmarks.questions import heldout_questions
 from depthbatch.benchmarks.record import acceptance, draft_lanes_mean
-from depthbatch.common.arguments import positive, seconds
+from depthbatch.common.arguments import positive, seconds, width
 from depthbatch.common.config import EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.stats import CoreStats
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 def add_cpu_drafts_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, load and the engine's options."""
     parser.add_argument("model", metavar="MODEL", help="directory, repo id, 'demo' or 'demo-huginn'")
-    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 8], help="sequences at a time")
+    parser.add_argument("--streams", type=width, nargs="+", default=[1, 8], help="sequences at a time")
     parser.add_argument("--requests-per-stream", type=positive, default=8)
     parser.add_argument("--tokens", type=positive, default=64, help="of each output")
     parser.add_argument(

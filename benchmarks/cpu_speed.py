@@ -36,7 +36,7 @@ from depthbatch.benchmarks.record import Record, add_output_argument, print_tabl
 from depthbatch.benchmarks.throughput import measure
 from depthbatch.benchmarks.trace import PolicyChoice
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import positive, seconds
+from depthbatch.common.arguments import positive, seconds, width
 from depthbatch.common.config import ASYNC_MODES, KV_LAYOUTS, EngineConfig
 from depthbatch.common.frames import ROW_AUX, ROW_FIELDS, ROW_LANE, ROW_POSITION, ROW_SLOT, Stage
 from depthbatch.common.messages import StageBatch
@@ -53,11 +53,11 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, each with options of its own."""
     what = parser.add_subparsers(metavar="WHAT", required=True)
     engine = what.add_parser("engine", help="the engine against a plain eager loop", allow_abbrev=False)
-    engine.add_argument("--w", type=positive, default=32, help="W: most active sequences")
+    engine.add_argument("--w", type=width, default=32, help="W: most active sequences")
     engine.add_argument("--rounds", type=positive, default=4, help="requests per slot")
     engine.add_argument("--layouts", nargs="+", choices=KV_LAYOUTS, default=["last_exited", "single"])
     policies = what.add_parser("policies", help="auto against the fixed policies", allow_abbrev=False)
-    policies.add_argument("--w", type=positive, default=16, help="W: most active sequences")
+    policies.add_argument("--w", type=width, default=16, help="W: most active sequences")
     policies.add_argument("--requests-per-slot", type=positive, default=2)
     policies.add_argument("--async-scheduling", choices=ASYNC_MODES, default="lookahead")
     policies.add_argument(

@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 
 from depthbatch.benchmarks.record import add_output_argument, write_json
-from depthbatch.common.arguments import positive
+from depthbatch.common.arguments import positive, width
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage
@@ -105,7 +105,7 @@ def add_device_clock_arguments(parser: argparse.ArgumentParser) -> None:
     """Profile and size."""
     parser.add_argument("profile", metavar="PROFILE", help="device profile: a file, or the name of a shipped one")
     parser.add_argument("--stages", type=positive, default=500)
-    parser.add_argument("--rows", type=positive, default=64)
+    parser.add_argument("--rows", type=width, default=64)
     add_output_argument(parser)
 
 

@@ -23,7 +23,7 @@ from depthbatch.benchmarks.plain_loop import Shape
 from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.simulate import run_policy
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import positive
+from depthbatch.common.arguments import positive, width
 from depthbatch.common.config import EngineConfig
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.params import SamplingParams
@@ -48,7 +48,7 @@ def add_kv_memory_arguments(parser: argparse.ArgumentParser) -> None:
     for one in (hits, misses):
         one.add_argument("--requests", type=positive, default=200)
         one.add_argument("--output-tokens", type=positive, default=20)
-        one.add_argument("--w", type=positive, default=32, help="W: most active sequences")
+        one.add_argument("--w", type=width, default=32, help="W: most active sequences")
     for one in (misses, copies):
         one.add_argument("--rounds", type=positive, default=12)
     for one, run in ((hits, measure_hits), (misses, measure_misses), (copies, measure_copies)):

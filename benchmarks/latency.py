@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.record import add_output_argument, write_json
-from depthbatch.common.arguments import loops, output_file, positive
+from depthbatch.common.arguments import loops, output_file, positive, width
 from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineInfo
@@ -75,7 +75,7 @@ class Fit(NamedTuple):
 def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, grid, engine options."""
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="directory, repo id or 'demo'")
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32, 64], help="B: sequences")
+    parser.add_argument("--batch", type=width, nargs="+", default=[1, 8, 32, 64], help="B: sequences")
     parser.add_argument("--context", type=positive, nargs="+", default=[32, 128, 512], help="L: prompt tokens")
     parser.add_argument("--loops", type=loops, nargs="+", default=None, help="r (default: 1, r_max / 2, r_max)")
     parser.add_argument("--tokens", type=positive, default=16, help="decode tokens a sequence")

@@ -31,7 +31,7 @@ from depthbatch.benchmarks.load import RequestTimes, send_all
 from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.synthetic import arrival_times
 from depthbatch.benchmarks.workload import Workload, WorkloadRequest
-from depthbatch.common.arguments import positive, seconds
+from depthbatch.common.arguments import positive, seconds, width
 from depthbatch.common.errors import USER_ERROR, ConfigError, EngineDeadError
 
 START_S = 120.0
@@ -267,7 +267,7 @@ def add_service_figures_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stream-tokens", type=positive, default=16, help="of each, there and under overload")
     parser.add_argument("--capacity-requests", type=positive, default=1000)
     parser.add_argument("--overload-s", type=seconds, default=15.0)
-    parser.add_argument("--max-num-seqs", type=positive, default=64, help="W of the server")
+    parser.add_argument("--max-num-seqs", type=width, default=64, help="W of the server")
     parser.add_argument("--serve-option", action="append", default=[], metavar="--OPTION=VALUE", help="may be repeated")
     add_output_argument(parser)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from depthbatch.benchmarks.trace_pictures import chrome_trace, deepest_loop, is_stage_trace, read_stages, schedule_html
 from depthbatch.benchmarks.workload import Workload
-from depthbatch.common.arguments import loops, output_file, positive
+from depthbatch.common.arguments import loops, output_file, positive, width
 from depthbatch.common.config import ASYNC_MODES, POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import Stage, split_prefill_frame
@@ -83,7 +83,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     """W, M, K, S by their symbols."""
-    parser.add_argument("--w", type=positive, default=64, help="W: most active sequences")
+    parser.add_argument("--w", type=width, default=64, help="W: most active sequences")
     parser.add_argument("--m", type=positive, default=8192, help="M: most prompt tokens in one prefill batch")
     parser.add_argument(
         "--k", type=positive, default=None, help="K: minimum coda batch of refill (default: the model's)"

@@ -5,6 +5,7 @@ import math
 import os
 from pathlib import Path
 
+from depthbatch.common.config import FIELDS
 from depthbatch.common.frames import MAX_DEPTH
 
 MOST = 2**31 - 1  # of any count
@@ -18,6 +19,11 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """A whole number of at least 0."""
     return _whole(text, 0)
+
+
+def width(text: str) -> int:
+    """W, as the engine takes it. Raises ConfigError."""
+    return int(FIELDS["max_num_seqs"].parse(text, "W"))
 
 
 def loops(text: str) -> int:

@@ -96,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DepthbatchError as error:
         print(f"depthbatch: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except MemoryError as error:
+        print(f"depthbatch: error: out of memory: {error}", file=sys.stderr)
+        return FAULT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output has gone: nobody to tell

@@ -1,9 +1,11 @@
 """What the commands of measurement and training are told at their edge: one line, exit code 2, before anything runs."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from depthbatch.benchmarks import scheduler_cost
 from depthbatch.deploy.cli.main import main
 
 BENCH = {  # words -> what the line says
@@ -16,10 +18,10 @@ BENCH = {  # words -> what the line says
     "bench fleet --restart-s inf": "inf is not at least 0",
     "bench frontends --burst 0": "0 is not at least 1",
     "bench frontends --rounds x": "'x' is not a whole number",
-    "bench cpu drafts demo --streams 0": "0 is not at least 1",
+    "bench cpu drafts demo --streams 0": "W must be between 1 and 65535, not 0",
     "bench perplexity demo --text x --loops 0": "0 is not at least 1",
     "bench cpu drafts demo --seconds nan": "nan is not at least 0",
-    "bench cpu engine --w -1": "-1 is not at least 1",
+    "bench cpu engine --w -1": "W must be between 1 and 65535, not -1",
     "bench cpu engine --layouts flat": "invalid choice: 'flat'",
     "bench cpu engine --threads 0": "0 is not at least 1",
     "bench cpu policies --requests-per-slot 0": "0 is not at least 1",
@@ -31,15 +33,15 @@ BENCH = {  # words -> what the line says
     "bench cpu all-reduce --ranks 0": "0 is not at least 1",
     "bench cpu all-reduce --hidden 99999999999": "99999999999 is more than 2147483647",
     "bench scheduler --core-steps 0": "0 is not at least 1",
-    "bench device-clock h100-ouro-1.4b --rows 0": "0 is not at least 1",
+    "bench device-clock h100-ouro-1.4b --rows 65536": "W must be between 1 and 65535, not 65536",
     "bench device-clock h100-ouro-1.4b --stages 1": "stages must be at least 2, not 1",
     "bench service --rounds 0": "0 is not at least 1",
     "bench service --overload-s nan": "nan is not at least 0",
     "bench service demo --serve-option=--nope": "the server did not start: unrecognized arguments: --nope",
     "bench latency --loops 256": "256 is more than 255",
-    "bench latency --batch 0": "0 is not at least 1",
+    "bench latency --batch 0": "W must be between 1 and 65535, not 0",
     "bench simulate --profile h100-ouro-1.4b --seed -1": "-1 is not at least 0",
-    "bench simulate --profile h100-ouro-1.4b --w 0": "0 is not at least 1",
+    "bench simulate --profile h100-ouro-1.4b --w x": "W must be a whole number, not 'x'",
     "bench simulate --profile h100-ouro-1.4b --policy cb --k 4": "--k needs --policy refill",
     "bench simulate --profile h100-ouro-1.4b --policy fast": "policy 'fast' is not one of",
     "bench throughput --policy cb --k 4": "--k needs --policy refill",
@@ -96,6 +98,19 @@ def test_bounds_of_arguments(words: str, capsys: pytest.CaptureFixture[str]) -> 
     assert _status(words.split()) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and BENCH[words] in err, err
+
+
+def test_what_no_memory_can_hold_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a traceback of numpy, as of ``bench kv-memory misses --requests 2147483647``."""
+
+    def run(_: argparse.Namespace) -> int:
+        raise MemoryError("Unable to allocate 6.25 TiB")
+
+    monkeypatch.setattr(scheduler_cost, "run_scheduler_cost", run)
+    assert _status(["bench", "scheduler"]) == 1
+    assert capsys.readouterr().err == "depthbatch: error: out of memory: Unable to allocate 6.25 TiB\n"
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-huginn"])

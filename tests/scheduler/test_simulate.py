@@ -171,8 +171,8 @@ def test_command_prints_one_object_or_a_list(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["acceptance"] == 1.0
     with pytest.raises(ConfigError, match="--draft-acceptance needs --speculation"):
         run_simulate(parser.parse_args([*base, *drafts[:2], *drafts[4:]]))
-    with pytest.raises(ConfigError, match="max_num_seqs"):
-        run_simulate(parser.parse_args([*base[:4], "--w", "65536"]))
+    with pytest.raises(ConfigError, match="W must be between 1 and 65535, not 65536"):
+        parser.parse_args([*base[:4], "--w", "65536"])
     with pytest.raises(ConfigError, match="request 0 cannot be served"):
         run_simulate(parser.parse_args([*base, "--kv-blocks", "2"]))
 
