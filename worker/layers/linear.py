@@ -1,6 +1,6 @@
 """Linear layers, their weights reordered once for the processor where that pays.
 
-Three ways, by what the processor has: our packed AVX-512 products (every row's bits are independent of the batch),
+Three ways, by what the processor has: our packed products (AVX-512 or AVX2; every row's bits are independent of the batch),
 oneDNN's blocked bf16 weights (AMX; private torch operators), F.linear everywhere else. Int8 weights have one, ours, and
 its twin in torch.
 """

@@ -1,5 +1,5 @@
 /* What the machine can do at most, which kernels are measured against: bytes read and multiply-adds of a type, by all threads. */
-#include "vec.h"
+#include "gemm.h"
 
 /* Reads `bytes` (a multiple of 4096); the result only keeps the compiler from leaving it out. */
 EXPORT int64_t db_read(const char *from, int64_t bytes) {
@@ -20,44 +20,45 @@ EXPORT int64_t db_read(const char *from, int64_t bytes) {
     return sum;
 }
 
-#define ALL_ROUNDS \
-    for (int64_t i = 0; i < rounds; i++) { STEP(a0) STEP(a1) STEP(a2) STEP(a3) STEP(a4) STEP(a5) STEP(a6) STEP(a7) }
+#define CHAINS 12 /* enough to hide what one step takes, few enough for registers */
+#define EVERY_STEP(step, per_lane) \
+    for (int64_t i = 0; i < rounds; i++) { \
+        _Pragma("GCC unroll 12") for (int c = 0; c < CHAINS; c++) chain[c] = step; \
+    } \
+    operations += rounds * CHAINS * GEMM_LANES * (per_lane);
 
 enum { MULTIPLY_FP32 = 0, MULTIPLY_BF16 = 1, MULTIPLY_INT8 = 2 };
 
-/* Multiply-adds in registers, `rounds` on each of eight vectors, two operations each; returns how many operations. A kind
- * that the processor has no vector instruction for is measured in fp32. */
+/* Multiply-adds in registers, `rounds` on each of twelve, two operations each; returns how many operations. A kind that the
+ * processor has no vector instruction for is measured in fp32. */
 EXPORT int64_t db_multiply(int64_t rounds, int32_t kind, float *result) {
+    typedef float Register __attribute__((vector_size(4 * GEMM_LANES)));
     int64_t operations = 0;
     float total = 0;
 #pragma omp parallel reduction(+ : operations, total)
     {
-        /* unequal, or the compiler would keep one */
-        vf a0 = splat(1), a1 = a0 * 2, a2 = a0 * 3, a3 = a0 * 4, a4 = a0 * 5, a5 = a0 * 6, a6 = a0 * 7, a7 = a0 * 8;
-        const vf w = splat(1e-30f);
+        const Register w = 1e-30f - (Register){0};
+        Register chain[CHAINS];
+        for (int c = 0; c < CHAINS; c++) chain[c] = w * (float)c; /* unequal, or the compiler would keep one */
 #ifdef __AVX512BF16__
         if (kind == MULTIPLY_BF16) {
-#define STEP(a) a = (vf)_mm512_dpbf16_ps((__m512)a, (__m512bh)w, (__m512bh)w); __asm__ volatile("" : "+v"(a));
-            ALL_ROUNDS
-#undef STEP
-            operations += rounds * 8 * 64;
+            EVERY_STEP((Register)_mm512_dpbf16_ps((__m512)chain[c], (__m512bh)w, (__m512bh)w), 4)
         } else
 #endif
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__)
         if (kind == MULTIPLY_INT8) {
-#define STEP(a) a = (vf)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)w); __asm__ volatile("" : "+v"(a));
-            ALL_ROUNDS
-#undef STEP
-            operations += rounds * 8 * 128;
+            EVERY_STEP((Register)_mm512_dpbusd_epi32((__m512i)chain[c], (__m512i)w, (__m512i)w), 8)
+        } else
+#elif defined(__AVXVNNI__)
+        if (kind == MULTIPLY_INT8) {
+            EVERY_STEP((Register)_mm256_dpbusd_avx_epi32((__m256i)chain[c], (__m256i)w, (__m256i)w), 8)
         } else
 #endif
         {
-#define STEP(a) a = a * w + w;
-            ALL_ROUNDS
-#undef STEP
-            operations += rounds * 8 * 32;
+            EVERY_STEP(chain[c] * w + w, 2)
         }
-        total += hsum(a0 + a1 + a2 + a3 + a4 + a5 + a6 + a7);
+        for (int c = 1; c < CHAINS; c++) chain[0] += chain[c];
+        for (int lane = 0; lane < GEMM_LANES; lane++) total += chain[0][lane];
     }
     *result = total;
     return operations;

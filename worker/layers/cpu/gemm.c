@@ -1,7 +1,6 @@
 /* Linear layers: packing and products (see gemm.h for the layout). */
 #include "gemm.h"
 
-#define MAX_TILE_ROWS 14 /* 28 accumulators, two weights and two spare registers */
 #define CHUNK_ROWS (9 * MAX_TILE_ROWS) /* rows that pass all weights before the next: they stay in the second-level cache */
 /* Measured on Zen 4: with few rows the hardware's own prefetch reaches the DRAM bound; with more, arithmetic starves it
  * and asking 8 KiB ahead into the second-level cache gains a third at 8 rows. */
@@ -38,33 +37,52 @@ EXPORT void db_pack(char *packed, const char *weight, int64_t cols, int64_t k, i
 
 #if HAVE_GEMM
 
+#define PAIR_VECTORS (PAIR_COLUMNS / GEMM_LANES)
+#if GEMM_LANES == LANES
+#define MAX_TILE_ROWS 14 /* 28 accumulators, two weights and two spare registers */
+#else
+#define MAX_TILE_ROWS 6 /* times half a pair: 12 accumulators, two weights and two spare registers */
+#endif
+
+typedef float vg __attribute__((vector_size(4 * GEMM_LANES)));
+typedef uint32_t vgu __attribute__((vector_size(4 * GEMM_LANES)));
+
+INLINE vgu load_words(const void *p) {
+    vgu words;
+    memcpy(&words, p, sizeof(words));
+    return words;
+}
+INLINE vgu broadcast_word(const void *p) {
+    uint32_t word;
+    memcpy(&word, p, 4);
+    return (vgu){0} + word;
+}
+
 #define T float
 #define NAME(x) x##_f32
 #define STORE store_f32
 #define VROUND round_f32
 #define K_STEP 1
-#define BROADCAST(p) _mm512_set1_ps(*(p))
-#define MULTIPLY_ADD(acc, w, x) _mm512_fmadd_ps(w, x, acc)
-#define OPERAND __m512
-#define LOAD_OPERAND(p) _mm512_loadu_ps(p)
+#define PARTS 1
+#define OPERAND(words, part) ((vg)(words))
+#define MULTIPLY_ADD(acc, w, x) ((acc) + (w) * (x))
 #include "gemm_store.h"
 #include "gemm_impl.h"
-
-INLINE __m512bh broadcast_pair(const bf16 *p) {
-    int32_t pair;
-    memcpy(&pair, p, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
 
 #define T bf16
 #define NAME(x) x##_bf16
 #define STORE store_bf16
 #define VROUND round_bf16
 #define K_STEP 2
-#define BROADCAST(p) broadcast_pair(p)
-#define MULTIPLY_ADD(acc, w, x) _mm512_dpbf16_ps(acc, w, x)
-#define OPERAND __m512bh
-#define LOAD_OPERAND(p) (__m512bh)_mm512_loadu_si512(p)
+#ifdef __AVX512BF16__
+#define PARTS 1
+#define OPERAND(words, part) ((__m512bh)(words))
+#define MULTIPLY_ADD(acc, w, x) ((vg)_mm512_dpbf16_ps((__m512)(acc), w, x))
+#else /* a word's first, then its second bf16 */
+#define PARTS 2
+#define OPERAND(words, part) ((vg)((part) ? (words) & 0xffff0000u : (words) << 16))
+#define MULTIPLY_ADD(acc, w, x) ((acc) + (w) * (x))
+#endif
 #include "gemm_store.h"
 #include "gemm_impl.h"
 

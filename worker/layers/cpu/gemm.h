@@ -1,10 +1,10 @@
-/* Matrix products for AVX-512 with weights packed once: out [n, cols] = x [n, k] @ weight [cols, k].T
+/* Matrix products for AVX-512 and AVX2 with weights packed once: out [n, cols] = x [n, k] @ weight [cols, k].T
  *
- * Weights lie as pairs of panels of 16 columns, one contiguous stream read once for up to 14 rows at a time:
+ * Weights lie as pairs of panels of 16 columns, one contiguous stream read once for up to 14 rows at a time (AVX2: 6):
  *
  *     pair p:  | k step 0: 16 columns | 16 columns | k step 1: 16 columns | 16 columns | ...
  *
- * a k step is one fp32, or two bf16 (what vdpbf16ps takes). A pair is columns 32p..32p+31, or, for a gated layer,
+ * a k step is one fp32, or two bf16 (what vdpbf16ps takes, and otherwise widened to fp32 as they are read). A pair is columns 32p..32p+31, or, for a gated layer,
  * columns 16p..16p+15 of gate and of up. Every output is one chain of multiply-adds in the order of k: it depends
  * neither on n nor on the row's place nor on the threads.
  */
@@ -14,10 +14,17 @@
 #include "team.h"
 #include "vec.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX2__) && defined(__FMA__)
 #define HAVE_GEMM 1
 #else
 #define HAVE_GEMM 0
+#endif
+#ifndef GEMM_LANES /* else whoever builds this has chosen */
+#ifdef __AVX512F__
+#define GEMM_LANES 16 /* of a register */
+#else
+#define GEMM_LANES 8
+#endif
 #endif
 
 #define PAIR_COLUMNS 32

@@ -1,29 +1,68 @@
 /* Body of the matrix product for one element type; included once a type (see gemm.h). */
 
-/* sums [ROWS, 32] = ROWS rows of x times one pair. ROWS is a constant of every call, so that acc lives in registers. */
-INLINE void NAME(gemm_tile)(const int ROWS, const T *x, int64_t x_stride, const T *w, int64_t k, float *sums) {
-    __m512 acc[MAX_TILE_ROWS][2];
+/* sums [ROWS, 32] = ROWS rows of x times VECTORS vectors of a pair's columns; w: the first of them. Both are constants of
+ * every call, so that acc lives in registers. */
+INLINE void NAME(gemm_tile)(
+    const int ROWS, const int VECTORS, const T *x, int64_t x_stride, const T *w, int64_t k, float *sums
+) {
+    vg acc[MAX_TILE_ROWS][PAIR_VECTORS];
 #pragma GCC unroll 14
-    for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = (vg){0};
     for (int64_t i = 0; i < k; i += K_STEP) {
         const T *step = w + i * PAIR_COLUMNS;
-        OPERAND w0 = LOAD_OPERAND(step), w1 = LOAD_OPERAND(step + LANES * K_STEP);
-        if (ROWS >= PREFETCH_MIN_ROWS) {
+        if (ROWS >= PREFETCH_MIN_ROWS || VECTORS < PAIR_VECTORS) {
             __builtin_prefetch(step + PREFETCH_BYTES / sizeof(T), 0, 2);
-            __builtin_prefetch(step + PREFETCH_BYTES / sizeof(T) + LANES * K_STEP, 0, 2);
+            if (VECTORS == PAIR_VECTORS) __builtin_prefetch(step + (PREFETCH_BYTES + 64) / sizeof(T), 0, 2);
         }
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            vgu weights[PAIR_VECTORS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) weights[v] = load_words(step + v * GEMM_LANES * K_STEP);
 #pragma GCC unroll 14
-        for (int r = 0; r < ROWS; r++) {
-            OPERAND xr = BROADCAST(x + r * x_stride + i);
-            acc[r][0] = MULTIPLY_ADD(acc[r][0], w0, xr);
-            acc[r][1] = MULTIPLY_ADD(acc[r][1], w1, xr);
+            for (int r = 0; r < ROWS; r++) {
+                const vgu xr = broadcast_word(x + r * x_stride + i);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++)
+                    acc[r][v] = MULTIPLY_ADD(acc[r][v], OPERAND(weights[v], part), OPERAND(xr, part));
+            }
         }
     }
 #pragma GCC unroll 14
-    for (int r = 0; r < ROWS; r++) {
-        _mm512_store_ps(sums + r * PAIR_COLUMNS, acc[r][0]);
-        _mm512_store_ps(sums + r * PAIR_COLUMNS + LANES, acc[r][1]);
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) memcpy(sums + r * PAIR_COLUMNS + v * GEMM_LANES, &acc[r][v], sizeof(vg));
+}
+
+/* sums [rows, 32] of at most MAX_TILE_ROWS rows and a whole pair. */
+static void NAME(gemm_sums)(int64_t rows, const T *x, int64_t x_stride, const T *w, int64_t k, float *sums) {
+#define TILE_CASE(R) \
+    case R: \
+        NAME(gemm_tile)(R, PAIR_VECTORS, x, x_stride, w, k, sums); \
+        break;
+#define HALVES_CASE(R) \
+    case R: \
+        NAME(gemm_tile)(R, PAIR_VECTORS / 2, x, x_stride, w, k, sums); \
+        NAME(gemm_tile)(R, PAIR_VECTORS / 2, x, x_stride, w + LANES * K_STEP, k, sums + LANES); \
+        break;
+    switch (rows) {
+        TILE_CASE(1) TILE_CASE(2)
+#if GEMM_LANES == LANES || PARTS == 1
+        TILE_CASE(3)
+#else
+        HALVES_CASE(3)
+#endif
+#if GEMM_LANES == LANES
+        TILE_CASE(4) TILE_CASE(5) TILE_CASE(6) TILE_CASE(7) TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11)
+        TILE_CASE(12) TILE_CASE(13) TILE_CASE(14)
+#else
+        HALVES_CASE(4) HALVES_CASE(5) HALVES_CASE(6)
+#endif
     }
+#undef TILE_CASE
+#undef HALVES_CASE
 }
 
 /* All n rows times pair `pair`. */
@@ -35,17 +74,13 @@ static void NAME(gemm_pair)(
     float sums[MAX_TILE_ROWS * PAIR_COLUMNS] __attribute__((aligned(64)));
     const int64_t tiles = (n + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     for (int64_t tile = 0; tile < tiles; tile++) {
+#if GEMM_LANES == LANES
         const int64_t begin = n * tile / tiles, rows = n * (tile + 1) / tiles - begin;
+#else /* full tiles are so much better that one small one is the lesser evil */
+        const int64_t begin = tile * MAX_TILE_ROWS, left = n - begin, rows = left < MAX_TILE_ROWS ? left : MAX_TILE_ROWS;
+#endif
         const T *from = x + begin * x_stride;
-#define TILE_CASE(R) \
-    case R: \
-        NAME(gemm_tile)(R, from, x_stride, w, layer->k, sums); \
-        break;
-        switch (rows) {
-            TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6) TILE_CASE(7)
-            TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12) TILE_CASE(13) TILE_CASE(14)
-        }
-#undef TILE_CASE
+        NAME(gemm_sums)(rows, from, x_stride, w, layer->k, sums);
         T *to = out + begin * out_stride + column;
         NAME(store_tile)(sums, rows, to, out_stride, layer->cols - column, layer->gated);
     }
@@ -70,7 +105,6 @@ void NAME(gemm_team)(
 #undef STORE
 #undef VROUND
 #undef K_STEP
-#undef BROADCAST
+#undef PARTS
 #undef MULTIPLY_ADD
 #undef OPERAND
-#undef LOAD_OPERAND

@@ -2,13 +2,16 @@
 #include "int8.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-#define HAVE_VNNI 1
+#define BYTE_LANES 16 /* sums in a register; 28 accumulators, two weights and two spare registers */
+#define MAX_BYTE_ROWS 14 /* rows of a tile */
+#elif defined(__AVX2__)
+#define BYTE_LANES 8 /* 8 accumulators, two weights twice, and four spare registers */
+#define MAX_BYTE_ROWS 4
 #else
-#define HAVE_VNNI 0
+#define MAX_BYTE_ROWS 14
 #endif
 
 #define SMALLEST 0x1p-100f /* rows below it count as zeros: 127 over less is no number */
-#define MAX_BYTE_ROWS 14 /* rows of a tile: 28 accumulators, two weights and two spare registers */
 #define CHUNK_BYTE_ROWS (9 * MAX_BYTE_ROWS) /* rows that pass all weights before the next */
 #define BYTE_PREFETCH_MIN_ROWS 5
 #define BYTE_PREFETCH 8192
@@ -53,35 +56,83 @@ EXPORT void db_int8_pack(
         }
 }
 
-/* sums [ROWS, 32] = ROWS quantised rows times one pair, weights taken as they lie. ROWS is a constant of every call. */
-INLINE void byte_tile(const int ROWS, const int8_t *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums) {
-#if HAVE_VNNI
-    __m512i acc[MAX_BYTE_ROWS][2];
+#ifdef BYTE_LANES
+#define BYTE_VECTORS (PAIR_COLUMNS / BYTE_LANES)
+#if BYTE_LANES == LANES
+typedef __m512i Bytes;
+#define ALL_BYTES(word) _mm512_set1_epi32(word)
+#define LACKS_OFFSET 0
+/* acc + the products of four bytes a lane; weights as they lie. */
+INLINE Bytes add_products(Bytes acc, Bytes weights, Bytes x) { return _mm512_dpbusd_epi32(acc, weights, x); }
+#else
+typedef __m256i Bytes;
+#define ALL_BYTES(word) _mm256_set1_epi32(word)
+#ifdef __AVXVNNI__
+#define LACKS_OFFSET 0
+INLINE Bytes add_products(Bytes acc, Bytes weights, Bytes x) { return _mm256_dpbusd_avx_epi32(acc, weights, x); }
+#else
+#define LACKS_OFFSET 1 /* weights count without the 128 that they lie with */
+/* Two products of at most 128 * 127 are exact in 16 bits; with the offset they would not be. */
+INLINE Bytes add_products(Bytes acc, Bytes weights, Bytes x) {
+    const Bytes w = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
+    const Bytes pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif
+#endif
+
+/* sums [ROWS, 32] = ROWS quantised rows times VECTORS vectors of a pair's columns, weights taken as they lie; w: the first
+ * of them. Both are constants of every call. */
+INLINE void byte_tile(
+    const int ROWS, const int VECTORS, const int8_t *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums
+) {
+    Bytes acc[MAX_BYTE_ROWS][BYTE_VECTORS];
 #pragma GCC unroll 14
-    for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
+    for (int r = 0; r < ROWS; r++) {
+        RowScale row = {0};
+        if (LACKS_OFFSET) memcpy(&row, x + r * stride + k, sizeof(row));
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = ALL_BYTES(128 * row.sum);
+    }
     for (int64_t i = 0; i < k; i += 4) {
         const uint8_t *step = w + i * PAIR_COLUMNS;
-        const __m512i w0 = _mm512_loadu_si512(step), w1 = _mm512_loadu_si512(step + 64);
         if (ROWS >= BYTE_PREFETCH_MIN_ROWS) {
             __builtin_prefetch(step + BYTE_PREFETCH, 0, 2);
             __builtin_prefetch(step + BYTE_PREFETCH + 64, 0, 2);
         }
+        Bytes weights[BYTE_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) memcpy(&weights[v], step + v * sizeof(Bytes), sizeof(Bytes));
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; r++) {
             int32_t four;
             memcpy(&four, x + r * stride + i, 4);
-            const __m512i xr = _mm512_set1_epi32(four);
-            acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, xr);
-            acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, xr);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) acc[r][v] = add_products(acc[r][v], weights[v], ALL_BYTES(four));
         }
     }
 #pragma GCC unroll 14
-    for (int r = 0; r < ROWS; r++) {
-        _mm512_store_si512(sums + r * PAIR_COLUMNS, acc[r][0]);
-        _mm512_store_si512(sums + r * PAIR_COLUMNS + LANES, acc[r][1]);
-    }
-#else
-    for (int r = 0; r < ROWS; r++, x += stride, sums += PAIR_COLUMNS) {
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) memcpy(sums + r * PAIR_COLUMNS + v * BYTE_LANES, &acc[r][v], sizeof(Bytes));
+}
+#endif
+
+#include "int8_tiles.h"
+
+/* sums [rows, 32] of at most MAX_BYTE_ROWS rows and one pair, weights taken as they lie. */
+static void byte_sums(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums) {
+#define TILE_CASE(R) \
+    case R: \
+        byte_tile(R, BYTE_VECTORS, x, stride, w, k, sums); \
+        break;
+#define HALVES_CASE(R) \
+    case R: \
+        byte_tile(R, BYTE_VECTORS / 2, x, stride, w, k, sums); \
+        byte_tile(R, BYTE_VECTORS / 2, x, stride, w + 4 * LANES, k, sums + LANES); \
+        break;
+#if !defined(BYTE_LANES)
+    for (int64_t r = 0; r < rows; r++, x += stride, sums += PAIR_COLUMNS) {
         vi acc[2] = {{0}, {0}};
         for (int64_t i = 0; i < k; i += 4)
             for (int half = 0; half < 2; half++) {
@@ -91,22 +142,16 @@ INLINE void byte_tile(const int ROWS, const int8_t *x, int64_t stride, const uin
             }
         memcpy(sums, acc, sizeof(acc));
     }
-#endif
-}
-
-#include "int8_tiles.h"
-
-/* sums [rows, 32] of at most MAX_BYTE_ROWS rows and one pair. */
-static void byte_sums(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums) {
-#define TILE_CASE(R) \
-    case R: \
-        byte_tile(R, x, stride, w, k, sums); \
-        break;
+#elif BYTE_LANES == LANES
     switch (rows) {
         TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6) TILE_CASE(7)
         TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12) TILE_CASE(13) TILE_CASE(14)
     }
+#else
+    switch (rows) { TILE_CASE(1) TILE_CASE(2) HALVES_CASE(3) HALVES_CASE(4) }
+#endif
 #undef TILE_CASE
+#undef HALVES_CASE
 }
 
 /* The sums of a tile as fp32 products, in place. x: its quantised rows. */

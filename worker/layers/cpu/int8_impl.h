@@ -33,6 +33,21 @@ static void NAME(quantise_row)(int8_t *to, const T *x, int64_t k) {
             _mm_storeu_si128((__m128i *)(to + i), _mm512_cvtepi32_epi8(q));
         }
         row.sum = _mm512_reduce_add_epi32(sum);
+#elif defined(__AVX2__)
+        vi sum = {0};
+        for (; i + LANES <= k; i += LANES) {
+            const vf scaled = LOAD(x + i) * inverse;
+            __m256 halves[2];
+            memcpy(halves, &scaled, sizeof(halves));
+            const __m256i q[2] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
+            vi both;
+            memcpy(&both, q, sizeof(both));
+            sum += both;
+            const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8);
+            const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+            _mm_storeu_si128((__m128i *)(to + i), bytes);
+        }
+        for (int lane = 0; lane < LANES; lane++) row.sum += sum[lane];
 #endif
         for (; i < k; i++) row.sum += to[i] = (int8_t)lrintf(GET(x + i) * inverse);
     } else {
