@@ -41,6 +41,7 @@ _GATE_COLOURS = {
     "preloop": "tab:red",
     "convergence": "tab:purple",
 }
+_FEW_POINTS = 8  # that an x axis marks one by one
 _OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:cyan", "tab:olive", "k", "y")
 
 
@@ -143,6 +144,9 @@ def _draw_panel(ax: "Axes", rows: Sequence[Row], figure: Mapping[str, Any]) -> N
     ax.set_xlabel(figure.get("x_label", _LABELS.get(figure["x"], figure["x"])))
     if figure.get("log_x"):
         ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:g}")
+    elif len(points := {row[x_axis] for row in rows}) <= _FEW_POINTS and all(isinstance(x, float) for x in points):
+        ax.set_xticks(sorted(points))
         ax.xaxis.set_major_formatter("{x:g}")
     if figure.get("log_y"):
         ax.set_yscale("log")

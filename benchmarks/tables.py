@@ -16,6 +16,7 @@ Row = Mapping[str, Any]
 OURS = "auto"
 PLAIN = ("no-refill", "refill:W/4")  # what one would choose without knowing the exits
 _P99 = "p99_normalized_latency_s"
+_EQUAL = 1e-3  # latencies that differ by so small a share are equal
 _PERCENTILES = (("ttft", "50"), ("ttft", "99"), ("itl", "50"), ("itl", "99"), ("itl", "99.9"))
 
 
@@ -219,7 +220,7 @@ def sustained_rate(curve: Sequence[tuple[float, float]], level_s: float) -> floa
     below 0; never beyond the highest one. ``curve``: two rates or more, ascending, with their p99 in seconds."""
     rates = [rate for rate, _ in curve]
     logs, level = np.log([p99_s for _, p99_s in curve]), np.log(level_s)
-    within = np.flatnonzero(logs <= level + 1e-9)
+    within = np.flatnonzero(logs <= level + _EQUAL)
     if not within.size:
         slope = max((logs[1] - logs[0]) / (rates[1] - rates[0]), 1e-12)
         return max(0.0, float(rates[0] - (logs[0] - level) / slope))

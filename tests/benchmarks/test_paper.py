@@ -9,7 +9,7 @@ import torch
 
 from depthbatch.benchmarks import cpu_step, paper_cpu, paper_judges, paper_judges_rest, paper_report
 from depthbatch.benchmarks.paper_claims import CLAIMS, claims_report
-from depthbatch.benchmarks.paper_judges import AGREES, CONTRADICTS, Answer, Results, capacity, counted
+from depthbatch.benchmarks.paper_judges import AGREES, CONTRADICTS, NOT_HERE, Answer, Results, capacity, counted
 from depthbatch.benchmarks.plain_loop import Shape
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
@@ -29,6 +29,9 @@ def test_committed_page_says_what_committed_results_say() -> None:
     """No figure of the table is typed by hand: all of it comes out of the JSON beside it."""
     results = Results(COMMITTED, COMMITTED.parent)
     assert claims_report(results) in (COMMITTED / "README.md").read_text()
+    for claim in CLAIMS:
+        if not isinstance(claim.answer, Answer):
+            assert claim.answer(results).verdict != NOT_HERE, claim
 
 
 def test_tests_that_hold_claims_exist() -> None:

@@ -18,6 +18,14 @@ def test_a_bump_does_not_hide_a_higher_rate() -> None:
     assert sustained_rate([(1.0, 2.0), (2.0, 5.0), (3.0, 4.0), (4.0, 16.0)], 8.0) == pytest.approx(3.5)
 
 
+def test_a_tie_is_no_miss() -> None:
+    """Bug: where p99 fell from one rate to the next, a policy that was slower by a part in 10,000 there was said to sustain no
+    more than the rate before the bump, 0.82 of the other's."""
+    curve = [(0.5, 1.0), (0.6, 2.0), (0.7, 1.5001)]
+    assert sustained_rate(curve, 1.5) == 0.7
+    assert sustained_rate([*curve[:2], (0.7, 1.51)], 1.5) < 0.6
+
+
 def test_auto_is_held_against_the_policy_that_sustains_most() -> None:
     """refill is better at 1 request/s, no-refill at 2; each latency is compared with the better one there."""
     p99 = {"no-refill": (2.0, 6.0), "refill": (1.0, 8.0), "auto": (1.0, 4.0)}
