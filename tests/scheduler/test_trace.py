@@ -61,7 +61,7 @@ def test_kv_blocks_bind_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < max(line["batch"] for line in lines if line["stage"] == "core") < 16
 
 
-@pytest.mark.parametrize("options", [["--w", "0"], ["--k", "65"], ["--s", "0"], ["--kv-blocks", "3"], ["--steps", "0"]])
+@pytest.mark.parametrize("options", [["--w", "0"], ["--k", "65"], ["--s", "65"], ["--kv-blocks", "3"]])
 def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each is a ConfigError, which the command line prints as one line."""
     with pytest.raises(ConfigError):
