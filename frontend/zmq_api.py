@@ -36,6 +36,7 @@ ClientId = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | int
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 NO_CLIENT = 0  # has no API key
 HEARTBEAT_MS = 10_000
+MAX_UNREAD = 1_000_000  # messages for one client beside those that lie in the sockets' buffers
 
 
 class _Verb(msgspec.Struct, frozen=True, tag_field="verb", forbid_unknown_fields=True):
@@ -143,7 +144,9 @@ class ZmqApi:
         self._ticker = background(self._tick(), "ZMQ API ticker", engine.fail)
 
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
-        """A client whose machine is gone closes no connection: over tcp it is asked now and then."""
+        """A client that does not read counts as gone before its messages fill the memory. One whose machine is gone closes no
+        connection: over tcp it is asked now and then."""
+        socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
         if self.address.startswith("tcp://"):
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)

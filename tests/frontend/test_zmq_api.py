@@ -10,9 +10,11 @@ from typing import Any
 
 import msgpack
 import pytest
+import zmq
 from prometheus_client import generate_latest
 
 from depthbatch.common.transport import endpoint
+from depthbatch.frontend import zmq_api
 from depthbatch.frontend.async_engine import AsyncEngine
 from depthbatch.frontend.client import Client
 from depthbatch.frontend.metrics import FrontendMetrics
@@ -300,6 +302,30 @@ def test_client_that_goes_away_frees_the_slot(address: str) -> None:
         observer.close()
 
     serve(address, body)
+
+
+def test_a_client_that_never_reads_counts_as_gone(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: its messages were kept without a limit, until the frontend's memory was full. Its requests are aborted, and others
+    are served."""
+    monkeypatch.setattr(zmq_api, "MAX_UNREAD", 50)
+
+    def body(address: str, places: RequestLimit) -> None:
+        deaf = zmq.Context.instance().socket(zmq.DEALER)
+        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 2048), (zmq.LINGER, 0)):
+            deaf.setsockopt(option, value)
+        deaf.connect(address)
+        for number in range(40):
+            fields = {"verb": "submit", "id": f"{number}{'x' * 120}", "prompt": [7], "params": {"max_tokens": 500}}
+            deaf.send(msgpack.packb(fields))
+        client = Client(address)
+        while places.in_flight or client.ask("stats")["values"]["prompt_tokens_total"] < 40:
+            time.sleep(0.01)
+        assert [message["type"] for message in client.generate([7], max_tokens=3)][-1] == "finished"
+        client.close()
+        deaf.close()
+
+    ended = 'request_success_total{finished_reason="abort",process="frontend"} '
+    assert float(limited(address, 100, body).partition(ended)[2].split()[0]) == 40
 
 
 def test_client_raises_an_error_that_names_no_request(address: str) -> None:
