@@ -323,4 +323,5 @@ def _retired(step: InFlightStep, result: StageResult) -> RetiredStage:
         result.start_s,
         result.end_s,
         awaited=step.stage is Stage.CODA and step.blocks_next,
+        moved_s=result.moved_s,
     )

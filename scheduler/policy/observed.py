@@ -30,9 +30,12 @@ class Observed:
     def add(self, retired: RetiredStage) -> float:
         """A stage has retired; returns its cost in seconds. A stage costs what the worker waited for it, too, while there
         was work: that is how the price of a message per stage gets into the decision where stages are not queued ahead.
-        Where they are, the wait for a coda's result is a cost of drafts, and no stage's."""
+        Where they are, the wait for a coda's result is a cost of drafts, and no stage's. Nor are copies of preempted K/V: the
+        next prefill may have none."""
         start_s, end_s = retired.start_s, retired.end_s
-        waited_since_s = start_s if retired.after_no_work or self._last_end_s is None else self._last_end_s
+        waited_since_s = start_s
+        if not retired.after_no_work and self._last_end_s is not None:
+            waited_since_s = self._last_end_s + retired.moved_s
         if self._awaited and self._runs_ahead:
             self.wait_s += (1.0 - _FORGET_WAIT) * (start_s - waited_since_s - self.wait_s)
             waited_since_s = start_s

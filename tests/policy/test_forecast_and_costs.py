@@ -11,7 +11,9 @@ from depthbatch.common.frames import Stage
 from depthbatch.scheduler.policy.auto import _Flow
 from depthbatch.scheduler.policy.cost_model import LinearFit, StageCosts
 from depthbatch.scheduler.policy.exit_forecast import ExitForecast
+from depthbatch.scheduler.policy.observed import Observed
 from depthbatch.scheduler.policy.view import RetiredStage
+from fakes.small_engine import BASE
 
 
 @given(weights=st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(any), seed=st.integers(0, 999))
@@ -172,3 +174,12 @@ def test_long_prompts_share_batches_by_being_cut() -> None:
     + S / 4 is 20.25 at S = 1 and 18.89 at S = 7. A rule that takes whole prompts only would say 1."""
     assert flow(7_000).prefill_batch(1.0, 4.0, 20.0, 8192) == 7
     assert flow(8_192).prefill_batch(1.0, 4.0, 20.0, 8192) == 1  # nothing to share
+
+
+def test_copies_before_a_stage_are_not_its_cost() -> None:
+    """Bug: the time in which a victim's K/V came back was learned as the cost of the prefill that gave it a slot. What the
+    device waited beside that is."""
+    observed = Observed(BASE)
+    first = RetiredStage(Stage.PREFILL, 1, np.array([1]), (4,), 10, (), False, 0.0, 1.0)
+    assert observed.add(first) == 1.0
+    assert observed.add(first._replace(start_s=3.0, end_s=4.0, moved_s=1.5)) == 1.5
