@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthbatch.benchmarks.latency import Point, Sample, add_latency_arguments, fit_linear, fit_steps, run_latency
-from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.device_profile import read_profile
 
@@ -71,10 +70,3 @@ def test_known_device_is_found_through_the_real_processes(tmp_path: Path) -> Non
     assert found.r_max == 4 and found.flops.core == 3.0
     report = json.loads((tmp_path / "o.json").read_text())
     assert all(line["r_squared"] > 0.999 for line in report["tau"])
-
-
-def test_bad_grid_is_refused() -> None:
-    parser = OneLineParser()
-    add_latency_arguments(parser)
-    with pytest.raises(ConfigError, match="at least 1"):
-        run_latency(parser.parse_args(["--batch", "0"]))

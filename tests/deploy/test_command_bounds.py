@@ -39,6 +39,8 @@ BENCH = {  # words -> what the line says
     "bench service --overload-s nan": "nan is not at least 0",
     "bench service demo --serve-option=--nope": "the server did not start: unrecognized arguments: --nope",
     "bench latency --loops 256": "256 is more than 255",
+    "bench latency --context 0": "0 is not at least 1",
+    "bench latency --rounds 0": "0 is not at least 1",
     "bench latency --batch 0": "W must be between 1 and 65535, not 0",
     "bench simulate --profile h100-ouro-1.4b --seed -1": "-1 is not at least 0",
     "bench simulate --profile h100-ouro-1.4b --w x": "W must be a whole number, not 'x'",
