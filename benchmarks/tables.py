@@ -15,7 +15,7 @@ from depthbatch.benchmarks.figures import figure_value
 Row = Mapping[str, Any]
 OURS = "auto"
 PLAIN = ("no-refill", "refill:W/4")  # what one would choose without knowing the exits
-_P99 = "p99_normalized_latency_s"
+_P99, _MEAN = "p99_normalized_latency_s", "normalized_latency_s"
 _EQUAL = 1e-3  # latencies that differ by so small a share are equal
 _PERCENTILES = (("ttft", "50"), ("ttft", "99"), ("itl", "50"), ("itl", "99"), ("itl", "99.9"))
 
@@ -33,7 +33,7 @@ def table(rows: Sequence[Row], axes: Iterable[str], columns: Sequence[str] = ())
     if not figures:
         figures = ["tokens_per_s", "relative_to_cb", "s_e2e", "realized", "prefill_share", "idle_share", "mean_depth"]
         if any(row["axis_rate"] is not None for row in rows):
-            figures += ["normalized_latency_s", _P99]
+            figures += [_MEAN, _P99]
         if any("goodput_tokens_per_s" in row for row in rows):
             figures += ["goodput_tokens_per_s", *(f"p{q}_{x}_ms" for x, q in _PERCENTILES)]
     cells = (
@@ -213,6 +213,8 @@ class Comparison(NamedTuple):
     fixed: str  # the policy that sustains most there
     fixed_rate: float
     our_rate: float
+    p99: float  # ours over the least of fixed policies, at the measured rate
+    mean: float  # the same of mean normalized latency
 
 
 def sustained_rate(curve: Sequence[tuple[float, float]], level_s: float) -> float:
@@ -234,24 +236,28 @@ def sustained_rate(curve: Sequence[tuple[float, float]], level_s: float) -> floa
 def compare(rows: Sequence[Row]) -> list[Comparison]:
     """One comparison at every latency that the best fixed policy has at a measured rate. ``rows``: one setting but for
     policy and rate."""
-    by_policy: dict[str, list[tuple[float, float]]] = {}
+    by_policy: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
         if row["axis_rate"] is not None:
-            by_policy.setdefault(row["axis_policy"], []).append((row["axis_rate"], row[_P99]))
-    curves = {name: sorted(points) for name, points in by_policy.items()}
-    ours = curves.pop(OURS)
+            point = (row["axis_rate"], row[_P99], row[_MEAN])
+            by_policy.setdefault(row["axis_policy"], []).append(point)
+    points = {name: sorted(own) for name, own in by_policy.items()}
+    curves = {name: [(rate, p99_s) for rate, p99_s, _ in own] for name, own in points.items()}
+    ours, our_curve = points.pop(OURS), curves.pop(OURS)
     out = []
-    for at in range(len(ours)):
-        level_s = min(curve[at][1] for curve in curves.values())
+    for at, (_, p99_s, mean_s) in enumerate(ours):
+        level_s, least_s = (min(own[at][figure] for own in points.values()) for figure in (1, 2))
         rates = {name: sustained_rate(curve, level_s) for name, curve in curves.items()}
         best = max(rates, key=lambda name: rates[name])
-        out.append(Comparison(level_s, best, rates[best], sustained_rate(ours, level_s)))
+        our_rate = sustained_rate(our_curve, level_s)
+        out.append(Comparison(level_s, best, rates[best], our_rate, p99_s / level_s, mean_s / least_s))
     return out
 
 
 def sustained_table(rows: Sequence[Row]) -> str:
-    """For every threshold, the rates that auto and the best fixed policy sustain at equal p99, and over seeds, where there are
-    several, the mean of their ratio, the least and the most."""
+    """For every threshold, the rates that auto and the best fixed policy sustain at equal p99, and what auto's latencies are
+    at the same rate; over seeds, where there are several, the mean of each ratio, the least and the most."""
+    head = ("exits", "p99 normalized latency (s)", "best fixed", "its rate", "rate of auto", "ratio", "p99", "mean")
     lines = []
     for exits in dict.fromkeys(row["axis_exits"] for row in rows):
         own = [row for row in rows if row["axis_exits"] == exits]
@@ -260,10 +266,14 @@ def sustained_table(rows: Sequence[Row]) -> str:
             for seed in dict.fromkeys(row.get("axis_seed") for row in own)
         ]
         for at in zip(*by_seed, strict=True):
-            ratios = [c.our_rate / c.fixed_rate for c in at]
-            spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(at) > 1 else ""
             rates = (f"{np.mean([getattr(c, name) for c in at]):.3g}" for name in ("fixed_rate", "our_rate"))
             fixed = ", ".join(dict.fromkeys(c.fixed for c in at))
             p99_s = float(np.mean([c.p99_s for c in at]))
-            lines.append((exits, f"{p99_s:.4g}", fixed, *rates, f"{np.mean(ratios):.3f}{spread}"))
-    return markdown(("exits", "p99 normalized latency (s)", "best fixed", "its rate", "rate of auto", ""), lines)
+            ratios = ([c.our_rate / c.fixed_rate for c in at], [c.p99 for c in at], [c.mean for c in at])
+            lines.append((exits, f"{p99_s:.4g}", fixed, *rates, *map(_over_seeds, ratios)))
+    return markdown(head, lines)
+
+
+def _over_seeds(ratios: Sequence[float]) -> str:
+    spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
+    return f"{np.mean(ratios):.3f}{spread}"

@@ -30,7 +30,7 @@ def test_auto_is_held_against_the_policy_that_sustains_most() -> None:
     """refill is better at 1 request/s, no-refill at 2; each latency is compared with the better one there."""
     p99 = {"no-refill": (2.0, 6.0), "refill": (1.0, 8.0), "auto": (1.0, 4.0)}
     rows = [
-        {"axis_policy": name, "axis_rate": rate, "p99_normalized_latency_s": value}
+        {"axis_policy": name, "axis_rate": rate, "p99_normalized_latency_s": value, "normalized_latency_s": value / 2}
         for name, values in p99.items()
         for rate, value in zip((1.0, 2.0), values, strict=True)
     ]
@@ -48,12 +48,14 @@ def test_a_point_is_shown_with_its_spread_over_seeds() -> None:
             "axis_seed": seed,
             "axis_rate": rate,
             "p99_normalized_latency_s": p99_s,
+            "normalized_latency_s": 0.5 if name == "auto" else 1.0,
         }
         for seed in (0, 1)
         for name in ("refill", "auto")
         for rate, p99_s in ((1.0, 1.0), (2.0, 4.0 if name == "auto" and seed else 2.0))
     ]
     *_, low, high = sustained_table(rows).splitlines()
-    assert low == "| q | 1 | refill | 1 | 1 | 1.000 (1.000 to 1.000) |"
-    assert high == "| q | 2 | refill | 2 | 1.75 | 0.875 (0.750 to 1.000) |"
-    assert sustained_table(rows[:4]).splitlines()[-1] == "| q | 2 | refill | 2 | 2 | 1.000 |"
+    same = "1.000 (1.000 to 1.000)"
+    assert low == f"| q | 1 | refill | 1 | 1 | {same} | {same} | 0.500 (0.500 to 0.500) |"
+    assert "| q | 2 | refill | 2 | 1.75 | 0.875 (0.750 to 1.000) | 1.500 (1.000 to 2.000) | 0.500" in high
+    assert sustained_table(rows[:4]).splitlines()[-1] == "| q | 2 | refill | 2 | 2 | 1.000 | 1.000 | 0.500 |"
