@@ -327,20 +327,25 @@ def _notes(config: EngineConfig, spec: ModelSpec, layout: KVLayout, choice: Gate
         own = f"{spec.default_layout} is its own"
         notes.append(f"warning: {spec.architecture} is not trained for kv_layout {layout}: answers get worse; {own}")
     if config.policy != "cb" and config.gate is None and config.exit_threshold is None and runs_full_depth(choice):
-        may = [gate.label for gate in choice.gates if gate.takes_threshold]
-        if choice.default.takes_threshold:
-            why, change = f"gate {choice.default.label} at threshold {choice.threshold:g}", "--exit-threshold below 1"
-        elif may:
-            why, change = "no gate by default", f"--gate {' or '.join(may)} with --exit-threshold"
-        else:
-            why, change = f"kv_layout {layout} has no early exits" if not layout.allows_early_exit else "no gate", ""
-        lets = f"; {change} lets tokens leave earlier" if change else ""
-        notes.append(f"every token runs all {spec.r_max} loops ({why}){lets}")
+        notes.append(full_depth_note(spec, layout, choice))
     if config.prefix_caching is None and not layout.keeps_every_loop(spec.r_max):
         notes.append(
             f"prefix caching is off: under kv_layout {layout} loops share a plane, and a hit would change answers"
         )
     return tuple(notes)
+
+
+def full_depth_note(spec: ModelSpec, layout: KVLayout, choice: GateChoice) -> str:
+    """That every token runs all loops, why, and what to set so that it does not."""
+    may = [gate.label for gate in choice.gates if gate.takes_threshold]
+    if choice.default.takes_threshold:
+        why, change = f"gate {choice.default.label} at threshold {choice.threshold:g}", "--exit-threshold below 1"
+    elif may:
+        why, change = "no gate by default", f"--gate {' or '.join(may)} with --exit-threshold"
+    else:
+        why, change = f"kv_layout {layout} has no early exits" if not layout.allows_early_exit else "no gate", ""
+    lets = f"; {change} lets tokens leave earlier" if change else ""
+    return f"every token runs all {spec.r_max} loops ({why}){lets}"
 
 
 def runs_full_depth(choice: GateChoice) -> bool:

@@ -31,6 +31,7 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
+    from depthbatch.worker.build import full_depth_note, resolve_gates, resolve_layout, runs_full_depth
     from depthbatch.worker.device import free_memory, of_a_rank, resolve_device
     from depthbatch.worker.memory_plan import plan_memory
     from depthbatch.worker.models.loader import open_model_dir, rank_counts, read_spec, weight_bytes
@@ -46,6 +47,14 @@ def run_info(args: argparse.Namespace) -> int:
     counts = (1,) if config.quantization else rank_counts(open_model_dir(config.model, config.load_format))
     kind = f", {share.quantization} layers" if share.quantization else ""
     on_each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    layout = resolve_layout(config, spec)
+    choice = resolve_gates(config, spec, layout)
+    if runs_full_depth(choice):
+        exits = full_depth_note(spec, layout, choice)
+    else:
+        exits = (
+            f"gate {choice.default.label} at threshold {choice.threshold:g}: tokens may leave from loop {spec.r_min}"
+        )
     layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
     limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""
     rows = [
@@ -53,9 +62,9 @@ def run_info(args: argparse.Namespace) -> int:
         ("architecture", f"{spec.architecture}, layers {layers} (prelude-core-coda)"),
         ("size", f"hidden {spec.hidden_size}, {spec.num_heads} heads of {spec.head_dim}"),
         ("vocabulary", _vocabulary(spec.vocab_size, directory)),
-        ("depths", f"1 to {spec.r_max} loops{limit}; a gate may exit from loop {spec.r_min}"),
+        ("depths", f"1 to {spec.r_max} loops{limit}"),
         ("gates", ", ".join(_mark(g.label, g is spec.default_gate) for g in spec.gates)),
-        ("threshold", f"{spec.default_threshold:g}"),
+        ("exits", exits),
         ("positions", str(spec.max_positions)),
         ("dtype", str(spec.dtype).removeprefix("torch.")),
         ("weights", f"{size / MIB:.1f} MiB{on_each}{kind}"),

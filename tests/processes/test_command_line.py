@@ -223,12 +223,17 @@ def test_info(family: Family) -> None:
     assert re.search(r"last_exited \* +6\.0 +160\n", out)
     assert re.search(r"single +1\.5 +160\n", out)
     assert "0-3-0" in out and "1 to 4 loops" in out
+    said = (
+        "every token runs all 4 loops (gate delayed at threshold 1); --exit-threshold below 1 lets tokens leave earlier"
+    )
+    assert f"exits            {said}\n" in out
 
 
 def test_info_tells_padding_from_tokens(family: Family) -> None:
     """A vocabulary of 264 beside a tokenizer of 262 looked like a mistake."""
     out, _ = family.start("info", "demo").communicate(timeout=180)
     assert "vocabulary       264 (262 in the tokenizer; the rest pads the matrix)\n" in out
+    assert "exits            gate lookahead at threshold 0.95: tokens may leave from loop 2\n" in out
 
 
 @pytest.mark.parametrize("options", [("--device", "cuda:9"), ("--max-model-len", "99999")])
