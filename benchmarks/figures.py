@@ -221,7 +221,7 @@ def draw_accuracy(report: Mapping[str, Any], directory: Path) -> list[Path]:
 
 
 def draw_loops(report: Mapping[str, Any], path: Path) -> None:
-    """Perplexity by loops, exit depths at the middle threshold, and those of some tokens, of a report of ``train-loops``.
+    """Perplexity by loops, exit depths at the last threshold, and those of some tokens, of a report of ``train-loops``.
     Raises ConfigError."""
     plt = import_pyplot()
     canvas = plt.figure(figsize=(9.5, 5.8), layout="constrained")
@@ -229,7 +229,7 @@ def draw_loops(report: Mapping[str, Any], path: Path) -> None:
     left, right, below = (canvas.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
     example = report["example"]
     for name, colour in (("before", "0.5"), ("after", "tab:blue")):
-        rows, exits = report[name]["perplexity"], report[name]["exits"][1]
+        rows, exits = report[name]["perplexity"], report[name]["exits"][-1]
         left.plot([r["loops"] for r in rows], [r["perplexity"] for r in rows], "o-", color=colour, label=name)
         total = sum(exits["histogram"].values())
         shift = -0.2 if name == "before" else 0.2
@@ -238,6 +238,9 @@ def draw_loops(report: Mapping[str, Any], path: Path) -> None:
         below.bar([i + shift for i in range(len(example))], [t[name] for t in example], 0.4, color=colour)
     left.axvline(report["run"]["loops"], color="0.8", linestyle=":", zorder=0)
     left.set(xlabel="loops (dotted: the most that were trained)", ylabel="perplexity of held-out text")
+    right.set_xticks(
+        range(2, 1 + max(int(d) for when in ("before", "after") for d in report[when]["exits"][-1]["histogram"]))
+    )
     right.set(xlabel=f"exit depth at convergence {exits['threshold']:g}", ylabel="share of tokens")
     below.set_xticks(range(len(example)), [t["token"].strip() or "\u2423" for t in example], rotation=90, fontsize=7)
     below.set(ylabel="exit depth", title="the first held-out tokens")

@@ -25,7 +25,7 @@ from depthbatch.training.retrofitted import RetrofittedTrainer, Trained
 from depthbatch.training.train_gate import TokenRow
 
 DISTANCES = (0.3, 0.1, 0.03)
-"""Thresholds of the convergence test at which exit depths are told."""
+"""Thresholds of the convergence test at which exit depths are told; the last is what such models have by default."""
 WARMUP_SHARE, DECAY_SHARE = 0.05, 0.5
 GRADIENT_CLIP = 1.0
 TEMPERATURE = 2.0

@@ -159,7 +159,7 @@ def _example(
 ) -> list[dict[str, Any]]:
     """The first held-out tokens with the depths at which the states before them came to rest."""
     tokens = [row.ids[position + 1] for row in rows for position in row.positions][:EXAMPLE_TOKENS]
-    threshold = DISTANCES[1]
+    threshold = DISTANCES[-1]
     return [
         {"token": str(token) if tokenizer is None else tokenizer.token_text(token), "before": old, "after": new}
         for token, old, new in zip(tokens, before.exits[threshold], after.exits[threshold], strict=False)

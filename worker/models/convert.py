@@ -139,6 +139,7 @@ def save_adapter(weight: torch.Tensor, fields: dict[str, Any], path: Path) -> No
     """The half of an adapter [D, 2D] that reads the state, fp32 [D, D], with the cut that it was trained at."""
     half = weight[:, : weight.shape[0]].detach().float().contiguous()
     save_file({"state_half": half}, path, {"format": "pt", "cut": _cut(fields)})
+    path.chmod(0o644)  # the library writes 0600
 
 
 def read_adapter(path: Path, fields: dict[str, Any]) -> torch.Tensor:
