@@ -232,12 +232,17 @@ class GateChoice(NamedTuple):
     other_threshold: float
 
 
+def gates_under(spec: ModelSpec, layout: KVLayout) -> tuple[Gate, ...]:
+    """The model's gates that ``layout`` can run."""
+    return tuple(gate for gate in spec.gates if layout.allows_early_exit or not gate.may_exit_early)
+
+
 def resolve_gates(config: EngineConfig, spec: ModelSpec, layout: KVLayout) -> GateChoice:
     """Gates of this engine. ConfigError names gate and layout where early exits would leave holes in the cache.
 
     Under such a layout a model whose own default exits early runs at full depth unless told otherwise.
     """
-    gates = tuple(gate for gate in spec.gates if layout.allows_early_exit or not gate.may_exit_early)
+    gates = gates_under(spec, layout)
     default = spec.default_gate if spec.default_gate in gates else Gate.NONE
     if config.gate is not None:
         default = GATE_BY_LABEL[config.gate]

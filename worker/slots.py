@@ -7,6 +7,7 @@ queues, or of where a sequence is: positions and loops arrive with every row.
 import torch
 from torch import Tensor
 
+from depthbatch.common.errors import ModelError
 from depthbatch.common.frames import SLOT_PARAM_WORDS, lane_of
 from depthbatch.worker.models.interface import ModelSpec, WorkItem
 from depthbatch.worker.sampling.logits_processors import Shaping
@@ -35,6 +36,7 @@ class SlotState:
         self.num_slots = num_slots
         self.max_blocks = max_blocks
         self.lanes = lanes
+        self._model, self._names = spec.architecture, spec.work_item
         self.token = torch.zeros(states, dtype=torch.int32, device=device)
         self.item: WorkItem = tuple(
             torch.zeros(states, spec.hidden_size, dtype=spec.dtype, device=device) for _ in spec.work_item
@@ -93,7 +95,13 @@ class SlotState:
         return tuple(tensor.index_select(0, lanes) for tensor in self.item)
 
     def scatter_item(self, lanes: Tensor, item: WorkItem) -> None:
-        """Puts the rows' work items back; lanes int64 [N]."""
+        """Puts the rows' work items back; lanes int64 [N]. ModelError when the model does not give as many tensors as it
+        declares; the warm-up shows it."""
+        if len(item) != len(self.item):
+            raise ModelError(
+                f"{self._model}: 'work_item' names {len(self.item)} tensors ({', '.join(self._names)}),"
+                f" the stages give {len(item)}"
+            )
         for tensor, rows in zip(self.item, item, strict=True):
             tensor.index_copy_(0, lanes, rows)
 

@@ -31,7 +31,7 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError."""
-    from depthbatch.worker.build import full_depth_note, resolve_gates, resolve_layout, runs_full_depth
+    from depthbatch.worker.build import full_depth_note, gates_under, resolve_gates, resolve_layout, runs_full_depth
     from depthbatch.worker.device import free_memory, of_a_rank, resolve_device
     from depthbatch.worker.memory_plan import plan_memory
     from depthbatch.worker.models.loader import open_model_dir, rank_counts, read_spec, weight_bytes
@@ -55,6 +55,8 @@ def run_info(args: argparse.Namespace) -> int:
         exits = (
             f"gate {choice.default.label} at threshold {choice.threshold:g}: tokens may leave from loop {spec.r_min}"
         )
+    by_layout = {other: ", ".join(gate.label for gate in gates_under(spec, other)) for other in spec.layouts}
+    others = "".join(f"; under {o}: {gates}" for o, gates in by_layout.items() if gates != by_layout[layout])
     layers = f"{spec.prelude_layers}-{spec.core_layers}-{spec.coda_layers}"
     limit = f", up to {spec.r_limit}" if spec.r_limit != spec.r_max else ""
     rows = [
@@ -63,7 +65,7 @@ def run_info(args: argparse.Namespace) -> int:
         ("size", f"hidden {spec.hidden_size}, {spec.num_heads} heads of {spec.head_dim}"),
         ("vocabulary", _vocabulary(spec.vocab_size, directory)),
         ("depths", f"1 to {spec.r_max} loops{limit}"),
-        ("gates", ", ".join(_mark(g.label, g is spec.default_gate) for g in spec.gates)),
+        ("gates", ", ".join(_mark(g.label, g is choice.default) for g in choice.gates) + others),
         ("exits", exits),
         ("positions", str(spec.max_positions)),
         ("dtype", str(spec.dtype).removeprefix("torch.")),

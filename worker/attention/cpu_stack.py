@@ -82,10 +82,14 @@ class FusedStack:
 def fuse(
     stack: BlockStack, geometry: CacheGeometry, kernels: TypedKernels, layer_addresses: Sequence[int]
 ) -> FusedStack | None:
-    """None when the kernels cannot run this stack as a whole."""
-    if not all(_fusible(block, geometry) for block in stack.blocks):
+    """None when the kernels cannot run this stack as a whole: a subclass, whose methods they would not see, or layers and
+    vectors of other types, sizes or places than they read."""
+    if type(stack) is not BlockStack or not stack.blocks:
         return None
-    if stack.final_norm is not None and not _plain_vector(stack.final_norm, geometry):
+    hidden = stack.blocks[0].qkv.in_features
+    if not all(_fusible(block, geometry, hidden) for block in stack.blocks):
+        return None
+    if not _plain_vector(stack.final_norm, geometry, hidden):
         return None
     blocks = (BlockArgs * len(stack.blocks))(
         *(
@@ -98,12 +102,12 @@ def fuse(
         blocks=ctypes.addressof(blocks),
         final_norm=_address(stack.final_norm),
         num_blocks=len(stack.blocks),
-        hidden=first.qkv.in_features,
+        hidden=hidden,
         norm_on_sum=stack.norm_on_sum,
         eps=stack.eps,
     )
     widths = _Widths(
-        first.qkv.in_features,
+        hidden,
         first.qkv.out_features,
         first.out.in_features,
         max(b.down.in_features for b in stack.blocks),
@@ -117,22 +121,42 @@ def _packed(layer: Linear | GatedLinear) -> PackedProduct | PackedInt8Product:
     return layer.product
 
 
-def _fusible(block: Block, geometry: CacheGeometry) -> bool:
-    packed = all(
-        isinstance(p, PackedProduct | PackedInt8Product) and p.takes(geometry.dtype)
-        for p in (block.qkv.product, block.out.product, block.gate_up.product, block.down.product)
+def _fusible(block: Block, geometry: CacheGeometry, hidden: int) -> bool:
+    head_dim = geometry.head_dim
+    q, kv = geometry.num_heads * head_dim, geometry.num_kv_heads * head_dim
+    inner = block.down.in_features
+    layers: tuple[tuple[Linear | GatedLinear, type, int, int], ...] = (
+        (block.qkv, Linear, hidden, q + 2 * kv),
+        (block.out, Linear, q, hidden),
+        (block.gate_up, GatedLinear, hidden, inner),
+        (block.down, Linear, inner, hidden),
     )
-    norms = (block.norm_in, block.norm_mlp_in, block.norm_out, block.norm_mlp_out, block.q_norm, block.k_norm)
-    both_or_none = (block.q_norm is None) == (block.k_norm is None)  # the plain loop takes one alone for none
-    return packed and both_or_none and all(v is None or _plain_vector(v, geometry) for v in (*norms, block.qk_bias))
+    norms = (block.norm_in, block.norm_mlp_in, block.norm_out, block.norm_mlp_out)
+    return (
+        type(block) is Block
+        and all(
+            type(layer) is kind
+            and isinstance(layer.product, PackedProduct | PackedInt8Product)
+            and layer.product.takes(geometry.dtype)
+            and (layer.in_features, layer.out_features) == (inputs, outputs)
+            for layer, kind, inputs, outputs in layers
+        )
+        and all(_plain_vector(norm, geometry, hidden) for norm in norms)
+        and _plain_vector(block.q_norm, geometry, q, head_dim)
+        and _plain_vector(block.k_norm, geometry, kv, head_dim)
+        and _plain_vector(block.qk_bias, geometry, q + kv)
+    )
 
 
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _plain_vector(x: Tensor, geometry: CacheGeometry) -> bool:
-    return x.is_cpu and x.is_contiguous() and x.dtype is geometry.dtype
+def _plain_vector(x: Tensor | None, geometry: CacheGeometry, *lengths: int) -> bool:
+    """Whether the kernels can read ``x`` as a vector of one of ``lengths``, or there is none."""
+    if x is None:
+        return True
+    return x.is_cpu and x.is_contiguous() and x.dtype is geometry.dtype and x.shape in {(n,) for n in lengths}
 
 
 def _block_args(block: Block, geometry: CacheGeometry, layer_address: int) -> BlockArgs:
@@ -145,6 +169,8 @@ def _block_args(block: Block, geometry: CacheGeometry, layer_address: int) -> Bl
         norm_mlp_out=_address(block.norm_mlp_out),
         q_norm=_address(block.q_norm),
         k_norm=_address(block.k_norm),
+        q_norm_width=0 if block.q_norm is None else len(block.q_norm),
+        k_norm_width=0 if block.k_norm is None else len(block.k_norm),
         q_bias=bias,
         k_bias=k_bias,
         cache=layer_address,

@@ -52,8 +52,8 @@ class Block:
     norm_mlp_in: Tensor | None = None  # [D]
     norm_mlp_out: Tensor | None = None  # [D]
     qk_bias: Tensor | None = None  # [(H + Hkv) Dh], added to q and k before the rotation
-    q_norm: Tensor | None = None  # [H Dh], over the whole of q before the rotation
-    k_norm: Tensor | None = None  # [Hkv Dh], likewise
+    q_norm: Tensor | None = None  # before the rotation: [H Dh] over the whole of q, or [Dh] over each of its heads
+    k_norm: Tensor | None = None  # [Hkv Dh] or [Dh], likewise
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +71,8 @@ class BlockStack:
     final_norm: Tensor | None = None
 
     def __call__(self, x: Tensor, rotation: Rotation, attend: AttentionContext) -> Tensor:
-        """x [N, D] -> [N, D]."""
-        fused = attend.run_stack(self, x, rotation) if self.blocks else None
+        """x [N, D] -> [N, D]. A backend knows BlockStack itself; a subclass runs as it says, operator by operator."""
+        fused = attend.run_stack(self, x, rotation) if self.blocks and type(self) is BlockStack else None
         return self.plain(x, rotation, attend) if fused is None else fused
 
     def plain(self, x: Tensor, rotation: Rotation, attend: AttentionContext) -> Tensor:
@@ -84,11 +84,12 @@ class BlockStack:
     def qkv(self, block: Block, x: Tensor) -> Tensor:
         """What a block's attention starts from: x [N, D] -> [N, (H + 2 Hkv) Dh], not rotated."""
         qkv = block.qkv(self._normed(x, block.norm_in))
-        if block.q_norm is None or block.k_norm is None:
+        if block.q_norm is None and block.k_norm is None:
             return qkv
-        q, k, v = torch.split(qkv, [len(block.q_norm), len(block.k_norm), len(block.k_norm)], -1)
-        q, k = (rms_norm(part.contiguous(), n, self.eps) for part, n in ((q, block.q_norm), (k, block.k_norm)))
-        return torch.cat((q, k, v), -1)
+        q_width = block.out.in_features
+        kv_width = (block.qkv.out_features - q_width) // 2
+        q, k, v = torch.split(qkv, [q_width, kv_width, kv_width], -1)
+        return torch.cat((self._normed_heads(q, block.q_norm), self._normed_heads(k, block.k_norm), v), -1)
 
     def after_attention(self, block: Block, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of a block: its input x [N, D], attended [N, H Dh] -> [N, D]."""
@@ -101,6 +102,12 @@ class BlockStack:
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         return x if norm is None else rms_norm(x, norm, self.eps)
+
+    def _normed_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """x [N, heads * Dh], every len(norm) features of it normed by themselves."""
+        return (
+            x if norm is None else rms_norm(x.unflatten(-1, (-1, len(norm))).contiguous(), norm, self.eps).flatten(-2)
+        )
 
     def _join(self, x: Tensor, branch: Tensor, norm: Tensor | None) -> Tensor:
         if norm is None:

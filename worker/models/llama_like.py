@@ -30,7 +30,8 @@ KNOWN_DEPTHS = (Gate.NONE, Gate.FIXED, Gate.REPLAY)  # gates that need nothing o
 class BlockNames:
     """A block's tensors by their names behind the layer's prefix; empty: it has none.
 
-    Several names are parts of one matrix, in order: (q, k, v) or one, (gate, up) or one.
+    Several names are parts of one matrix, in order: (q, k, v) or one, (gate, up) or one. Norms of q and k are over all heads
+    together (OLMo), [H Dh] and [Hkv Dh], or with ``qk_norm_by_head`` one [Dh] for each head by itself (Qwen3).
     """
 
     qkv: tuple[str, ...]
@@ -44,10 +45,15 @@ class BlockNames:
     qk_bias: str = ""  # [2, 1, H, Dh]
     q_norm: str = ""
     k_norm: str = ""
+    qk_norm_by_head: bool = False
 
     def linears(self) -> tuple[str, ...]:
         """Those of the linear layers."""
         return *self.qkv, self.out, *self.gate_up, self.down
+
+    def norms_all_heads(self) -> bool:
+        """Whether a norm is over all heads of q or of k, of which a rank has its share alone."""
+        return bool(self.q_norm or self.k_norm) and not self.qk_norm_by_head
 
 
 LLAMA_BLOCK = BlockNames(
@@ -108,14 +114,17 @@ class Plan:
         gate_up = (i, i) if len(names.gate_up) == 2 else (2 * i,)
         shapes: Shapes = {name: (rows, d) for name, rows in zip(names.qkv, qkv, strict=True)}
         shapes |= {name: (rows, d) for name, rows in zip(names.gate_up, gate_up, strict=True)}
-        shapes |= {names.out: (d, q), names.down: (d, i), names.q_norm: (q,), names.k_norm: (kv,)}
+        normed = (self.head_dim, self.head_dim) if names.qk_norm_by_head else (q, kv)
+        shapes |= {names.out: (d, q), names.down: (d, i), names.q_norm: normed[:1], names.k_norm: normed[1:]}
         shapes |= dict.fromkeys((names.norm_in, names.norm_out, names.norm_mlp_in, names.norm_mlp_out), (d,))
         shapes |= {names.qk_bias: (2, 1, self.heads, self.head_dim)}
         return {name: shape for name, shape in shapes.items() if name}
 
     def block_splits(self, names: BlockNames) -> dict[str, Split]:
         """What ranks share of a block: the heads and the MLP. qkv and gate, up by their outputs, out and down by their
-        inputs, so that the sum over ranks is the whole."""
+        inputs, so that the sum over ranks is the whole. Nothing where a norm is over all heads."""
+        if names.norms_all_heads():
+            return {}
         heads, kv, inner, unit = self.heads, self.kv_heads, self.inner, self.head_dim
         qkv = [(heads,), (kv,), (kv,)] if len(names.qkv) == 3 else [(heads, kv, kv)]
         gate_up = [(inner,), (inner,)] if len(names.gate_up) == 2 else [(inner, inner)]
@@ -137,7 +146,7 @@ class Plan:
         for of_stage in (self.stage_shapes(self.prelude, self.block), core, self.stage_shapes(self.coda, self.block)):
             shapes |= of_stage
         head: Shapes = {self.head: (rows, self.hidden)}
-        qk_norms = self.qk_norm_shapes()  # over all heads, of which a rank has its share alone
+        qk_norms = self.qk_norm_shapes()
         return TensorTable(
             required=shapes if self.tied else shapes | head,
             optional=(head if self.tied else {}) | qk_norms,
@@ -150,7 +159,7 @@ class Plan:
                 for prefix in self.prefixes()
                 for name, split in self.block_splits(self.block).items()
             },
-            of_one_rank=frozenset(qk_norms),
+            of_one_rank=frozenset(qk_norms if self.normed_block and self.normed_block.norms_all_heads() else ()),
         )
 
     def prefixes(self) -> list[str]:
@@ -402,11 +411,28 @@ def head_sizes(config: ConfigReader, hidden: int, heads: str, kv_heads: str) -> 
     return h, k, head_dim
 
 
+LLAMA_FIELDS = {
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "inner": "intermediate_size",
+    "vocab": "vocab_size",
+    "eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+}
+"""Where a config of Llama's names has the numbers of a Plan."""
+
+
 def llama_plan(config: ConfigReader, kv_heads_field: str = "num_key_value_heads", **differs: Any) -> Plan:
     """The plan of a model whose fields and tensors are named as Llama's and whose layers are all the loop, with what
-    ``differs``: fields of Plan."""
+    ``differs``: fields of Plan. The config needs no field whose value is given there."""
+    names = LLAMA_FIELDS | {"kv_heads": kv_heads_field if "kv_heads" not in differs else LLAMA_FIELDS["kv_heads"]}
+    given = {names[name]: value for name, value in differs.items() if name in names}
+    config = ConfigReader(config.values | given, config.path)
     hidden = config.integer("hidden_size")
-    heads, kv_heads, head_dim = head_sizes(config, hidden, "num_attention_heads", kv_heads_field)
+    heads, kv_heads, head_dim = head_sizes(config, hidden, "num_attention_heads", names["kv_heads"])
     fields: dict[str, Any] = {
         "hidden": hidden,
         "heads": heads,
@@ -415,12 +441,14 @@ def llama_plan(config: ConfigReader, kv_heads_field: str = "num_key_value_heads"
         "inner": config.integer("intermediate_size"),
         "vocab": config.integer("vocab_size"),
         "eps": config.number("rms_norm_eps"),
-        "rope": config.rope("rope_theta", interleaved=False),
         "max_positions": config.integer("max_position_embeddings"),
         "tied": config.tied_head(("tie_word_embeddings", "tie_embeddings")),
-        "core": Stage("model.layers.{}.", config.integer("num_hidden_layers")),
         "block": LLAMA_BLOCK,
         "embedding": "model.embed_tokens.weight",
         "final_norm": "model.norm.weight",
     }
+    if "rope" not in differs:
+        fields["rope"] = config.rope("rope_theta", interleaved=False)
+    if "core" not in differs:
+        fields["core"] = Stage("model.layers.{}.", config.integer("num_hidden_layers"))
     return Plan(**fields | differs)

@@ -7,7 +7,8 @@
 
 typedef struct {
     const void *norm_in, *norm_mlp_in, *norm_out, *norm_mlp_out; /* [hidden] or NULL */
-    const void *q_norm, *k_norm; /* [num_heads * head_dim] and [num_kv_heads * head_dim], before rotation; or both NULL */
+    const void *q_norm, *k_norm; /* or NULL; before rotation, each over as many features at a time as it has: */
+    int64_t q_norm_width, k_norm_width; /* all heads of q, of k, or one head_dim */
     const void *q_bias, *k_bias; /* or NULL */
     const LayerArgs *cache;
     Packed qkv, out, gate_up, down;

@@ -31,15 +31,23 @@ static void NAME(join_branch)(
     team_barrier(barrier);
 }
 
-/* Norms q and k of every row where they are, each over all its heads; ends with a barrier. */
+/* Norms a row's heads [width] where they are, as many features at a time as the norm has. */
+static void NAME(norm_heads)(T *heads, const void *norm, int64_t width, int64_t norm_width, float eps) {
+    if (!norm) return;
+    for (int64_t i = 0; i < width; i += norm_width) {
+        NAME(norm_row)(heads + i, heads + i, NULL, NULL, (const T *)norm, norm_width, eps);
+    }
+}
+
+/* Norms q and k of every row; ends with a barrier. */
 static void NAME(norm_qk)(const BlockArgs *block, const StackCall *call, int64_t n, float eps, Barrier *barrier) {
     const int64_t q_width = (int64_t)block->cache->num_heads * block->cache->head_dim;
     const int64_t k_width = (int64_t)block->cache->num_kv_heads * block->cache->head_dim;
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n; row++) {
         T *q = (T *)call->projected + row * call->projected_stride, *k = q + q_width;
-        NAME(norm_row)(q, q, NULL, NULL, (const T *)block->q_norm, q_width, eps);
-        NAME(norm_row)(k, k, NULL, NULL, (const T *)block->k_norm, k_width, eps);
+        NAME(norm_heads)(q, block->q_norm, q_width, block->q_norm_width, eps);
+        NAME(norm_heads)(k, block->k_norm, k_width, block->k_norm_width, eps);
     }
     team_barrier(barrier);
 }
@@ -78,7 +86,7 @@ static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const 
             .q_bias = block->q_bias, .k_bias = block->k_bias, .rope = call->rope,
         };
         NAME(linear_team)(&block->qkv, call, call->normed, call->normed_stride, call->projected, call->projected_stride, n, barrier);
-        if (block->q_norm) NAME(norm_qk)(block, call, n, stack->eps, barrier);
+        if (block->q_norm || block->k_norm) NAME(norm_qk)(block, call, n, stack->eps, barrier);
         NAME(attend_team)(block->cache, rows, &attention, barrier);
         NAME(linear_team)(&block->out, call, call->attended, call->attended_stride, call->branch, d, n, barrier);
         NAME(join_branch)(stack, call, i == 0 ? call->x : call->out, block->norm_out, block->norm_mlp_in, 0, n, barrier);

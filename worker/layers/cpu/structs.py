@@ -74,6 +74,8 @@ class BlockArgs(ctypes.Structure):
         ("norm_mlp_out", PTR),
         ("q_norm", PTR),
         ("k_norm", PTR),
+        ("q_norm_width", I64),
+        ("k_norm_width", I64),
         ("q_bias", PTR),
         ("k_bias", PTR),
         ("cache", PTR),
