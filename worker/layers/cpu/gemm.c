@@ -90,13 +90,13 @@ INLINE vgu broadcast_word(const void *p) {
 EXPORT void db_linear_f32(float *out, const float *x, const float *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
     const Packed layer = {packed, NULL, cols, k, gated};
     Barrier barrier = {0};
-#pragma omp parallel
+#pragma omp parallel if (n * row_products(&layer) >= PARALLEL_MIN_PRODUCTS)
     gemm_team_f32(&layer, x, k, out, cols, n, &barrier);
 }
 EXPORT void db_linear_bf16(bf16 *out, const bf16 *x, const bf16 *packed, int64_t n, int64_t cols, int64_t k, int32_t gated) {
     const Packed layer = {packed, NULL, cols, k, gated};
     Barrier barrier = {0};
-#pragma omp parallel
+#pragma omp parallel if (n * row_products(&layer) >= PARALLEL_MIN_PRODUCTS)
     gemm_team_bf16(&layer, x, k, out, cols, n, &barrier);
 }
 #endif

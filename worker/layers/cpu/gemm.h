@@ -28,6 +28,7 @@
 #endif
 
 #define PAIR_COLUMNS 32
+#define PARALLEL_MIN_PRODUCTS (1 << 20) /* some 30 us of one thread: to wake others for less costs more than they bring */
 
 /* One linear layer; k even, unless it is int8. cols: columns of the output. Without scales: bf16 or fp32 elements, as the
  * function called says. */
@@ -37,6 +38,9 @@ typedef struct {
     int64_t cols, k;
     int32_t gated; /* the output is silu(gate) * up */
 } Packed;
+
+/* Multiply-adds of one row. */
+INLINE int64_t row_products(const Packed *layer) { return layer->cols * layer->k * (layer->gated ? 2 : 1); }
 
 /* out [n, cols] = x [n, k] times the layer, rows `stride` elements apart. Called by every thread of a team; a barrier
  * ends it. Only there when HAVE_GEMM. */

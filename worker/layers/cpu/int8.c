@@ -190,11 +190,11 @@ INLINE void scale_tile(int32_t *sums, int64_t rows, const int8_t *x, int64_t str
 /* out [n, cols] = x [n, k] times an int8 layer; gated: out [n, cols] = silu(gate) * up, cols of each. quantised: see int8.h. */
 EXPORT void db_int8_linear_f32(float *out, const float *x, const Packed *layer, int64_t n, char *quantised) {
     Barrier barrier = {0};
-#pragma omp parallel
+#pragma omp parallel if (n * row_products(layer) >= PARALLEL_MIN_PRODUCTS)
     int8_team_f32(layer, x, layer->k, out, layer->cols, n, quantised, &barrier);
 }
 EXPORT void db_int8_linear_bf16(bf16 *out, const bf16 *x, const Packed *layer, int64_t n, char *quantised) {
     Barrier barrier = {0};
-#pragma omp parallel
+#pragma omp parallel if (n * row_products(layer) >= PARALLEL_MIN_PRODUCTS)
     int8_team_bf16(layer, x, layer->k, out, layer->cols, n, quantised, &barrier);
 }

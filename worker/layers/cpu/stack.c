@@ -21,13 +21,26 @@
 #define PUT scalar_put_bf16
 #include "stack_impl.h"
 
+/* Whether the work is worth a second thread. */
+INLINE int is_large_stack(const StackArgs *stack, const RowArgs *rows) {
+    int64_t tokens = 0, products = 0;
+    for (int64_t row = 0; row < rows->num_rows; row++) tokens += rows->positions[row] + 1;
+    for (int64_t i = 0; i < stack->num_blocks && products < PARALLEL_MIN_PRODUCTS; i++) {
+        const BlockArgs *block = &stack->blocks[i];
+        const int64_t layers = row_products(&block->qkv) + row_products(&block->out) + row_products(&block->gate_up) +
+                               row_products(&block->down);
+        products += rows->num_rows * layers + tokens * 2 * block->cache->num_heads * block->cache->head_dim;
+    }
+    return products >= PARALLEL_MIN_PRODUCTS;
+}
+
 EXPORT void db_stack_f32(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
     Barrier barrier = {0};
-#pragma omp parallel
+#pragma omp parallel if (is_large_stack(stack, rows))
     stack_team_f32(stack, rows, call, &barrier);
 }
 EXPORT void db_stack_bf16(const StackArgs *stack, const RowArgs *rows, const StackCall *call) {
     Barrier barrier = {0};
-#pragma omp parallel
+#pragma omp parallel if (is_large_stack(stack, rows))
     stack_team_bf16(stack, rows, call, &barrier);
 }
