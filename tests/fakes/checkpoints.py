@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from depthbatch.worker.models.checkpoint import INDEX_NAME, DummySource
+from depthbatch.deploy.family_check import random_tensors
+from depthbatch.worker.models.checkpoint import INDEX_NAME
 from depthbatch.worker.models.config_reader import ConfigReader
-from depthbatch.worker.models.registry import find_family
 
 FIDELITY = Path(__file__).parent.parent / "data" / "fidelity"
 OURO_TINY, HUGINN_TINY = FIDELITY / "ouro-tiny", FIDELITY / "huginn-tiny"
@@ -23,17 +23,7 @@ def tiny_config(model_dir: Path, **changes: Any) -> dict[str, Any]:
 
 def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights of a config: made up, and with norms that differ from 1 so that a skipped norm shows."""
-    reader = ConfigReader(config, "config.json")
-    table = find_family(reader).tensors(reader)
-    source = DummySource(table, torch.float32, torch.device("cpu"), seed)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name in table.required:
-        tensor = source.take(name)
-        if tensor.dim() == 1:
-            tensor = tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
-        tensors[name] = tensor
-    return tensors
+    return random_tensors(ConfigReader(config, "config.json"), seed)
 
 
 def write_checkpoint(

@@ -105,9 +105,10 @@ class BlockStack:
 
     def _normed_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """x [N, heads * Dh], every len(norm) features of it normed by themselves."""
-        return (
-            x if norm is None else rms_norm(x.unflatten(-1, (-1, len(norm))).contiguous(), norm, self.eps).flatten(-2)
-        )
+        if norm is None:
+            return x
+        groups = x.contiguous().view(x.numel() // len(norm), len(norm))
+        return rms_norm(groups, norm, self.eps).view(x.shape)
 
     def _join(self, x: Tensor, branch: Tensor, norm: Tensor | None) -> Tensor:
         if norm is None:
