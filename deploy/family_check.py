@@ -145,7 +145,7 @@ def _check_logits(
             attend = PrefillAttention(stages.backend, rows._replace(plane=layout.plane(loop)))
             item = model.core(item, positions, torch.full_like(positions, loop), attend)
             logits = model.logits(model.coda(item, positions, PrefillAttention(stages.backend, rows)))
-            for index, (prompt, of_prompt) in enumerate(zip(prompts, logits.split(lengths), strict=True)):
+            for index, (prompt, of_prompt) in enumerate(zip(prompts, torch.split(logits, lengths), strict=True)):
                 wanted = reference(prompt, loop)
                 if wanted.shape != of_prompt.shape:
                     raise ModelError(f"the reference gives {list(wanted.shape)} logits, not {list(of_prompt.shape)}")

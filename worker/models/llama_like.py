@@ -102,8 +102,9 @@ class Plan:
     norm_on_sum: bool = False
     norm_each_loop: bool = False  # the final norm ends every loop instead of the coda
     head: str = "lm_head.weight"
-    core_extra: Shapes = field(default_factory=dict)  # other tensors that every loop uses
-    lookups: Shapes = field(default_factory=dict)  # other tensors that no token is multiplied by: gates, tables
+    core_extra: Shapes = field(default_factory=dict)  # other tensors that every loop uses: adapters, norms
+    extra: Shapes = field(default_factory=dict)  # those used once a token
+    lookups: Shapes = field(default_factory=dict)  # those that no token is multiplied by: gates, tables
     ignored_suffixes: tuple[str, ...] = ("inv_freq",)
     normed_block: BlockNames | None = None  # the blocks where the checkpoint has these q and k norms: no field says so
 
@@ -142,7 +143,8 @@ class Plan:
         """The whole checkpoint; a tied head may be stored as a second copy."""
         rows = max(self.rows, self.vocab)
         core = self.stage_shapes(self.core, self.block) | self.core_extra
-        shapes: Shapes = {self.embedding: (rows, self.hidden), self.final_norm: (self.hidden,)} | self.lookups
+        shapes: Shapes = {self.embedding: (rows, self.hidden), self.final_norm: (self.hidden,)}
+        shapes |= self.lookups | self.extra
         for of_stage in (self.stage_shapes(self.prelude, self.block), core, self.stage_shapes(self.coda, self.block)):
             shapes |= of_stage
         head: Shapes = {self.head: (rows, self.hidden)}
