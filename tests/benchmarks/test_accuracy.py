@@ -182,7 +182,6 @@ def arguments(*options: str) -> argparse.Namespace:
     ("options", "named"),
     [
         (["--policy", "cb"], "policy cb"),
-        (["--examples", "0"], "--examples"),
         (["--questions", "/nowhere/at/all.jsonl"], "--questions /nowhere/at/all.jsonl"),
         (["--match", "last-number"], "--match and --answer-tokens need --questions"),
         (["--questions", "q.jsonl", "--match", "last-number"], "--answer-tokens must say"),
