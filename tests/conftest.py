@@ -1,12 +1,17 @@
 """One torch thread for every test: fp32 GEMMs are then bitwise independent of batch size (docs/cpu.md, Numerics)."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, whose own functions are made then
 
 import pytest
 import torch
+
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background job, and all it starts, would not heed it
 
 torch.set_num_threads(1)
 
