@@ -65,8 +65,11 @@ class Endpoint:
 
     async def get_json(self, path: str) -> Any:
         """The answer to a GET. Raises ServerError or OSError."""
-        body = b"".join([line async for line in self._exchange("GET", path, b"")])
-        return json.loads(body)
+        return json.loads(await self.get_text(path))
+
+    async def get_text(self, path: str) -> str:
+        """The same as it came, but for its line ends."""
+        return b"\n".join([line async for line in self._exchange("GET", path, b"")]).decode()
 
     async def post_lines(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
         """Lines of the answer to a POST of JSON. Raises ServerError or OSError."""

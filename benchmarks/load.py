@@ -243,13 +243,18 @@ async def _first_model(endpoint: Endpoint) -> str:
 
 
 async def send_all(
-    client: Client, workload: Workload, arrivals: Sequence[float], max_concurrency: int | None, vocab_size: int
+    client: Client,
+    workload: Workload,
+    arrivals: Sequence[float],
+    max_concurrency: int | None,
+    vocab_size: int,
+    quiet: bool = False,
 ) -> list[RequestTimes]:
     """Sends every request at its time, whether or not earlier ones have been answered (an open loop), except as
-    ``max_concurrency`` holds it back."""
+    ``max_concurrency`` holds it back. ``quiet``: without a bar."""
     limit = asyncio.Semaphore(max_concurrency or len(workload.requests))
     start_s = time.perf_counter()
-    with tqdm(total=len(workload.requests), unit="req", file=sys.stderr, mininterval=1.0) as bar:
+    with tqdm(total=len(workload.requests), unit="req", file=sys.stderr, mininterval=1.0, disable=quiet) as bar:
 
         async def send(index: int, request: WorkloadRequest) -> RequestTimes:
             prompt = request.prompt(index, vocab_size).tolist()

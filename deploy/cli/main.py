@@ -56,6 +56,7 @@ BENCHMARKS = {
     "serve": Command("depthbatch.benchmarks.load", "serve", "load on a running server"),
     "service": Command("depthbatch.benchmarks.service_figures", "service_figures", "what the HTTP service costs"),
     "frontends": Command("depthbatch.benchmarks.frontends", "frontends", "tokens a second that processes pass on"),
+    "soak": Command("depthbatch.benchmarks.soak", "soak", "a server at a share of its capacity for an hour"),
     "sweep": Command("depthbatch.benchmarks.sweep", "sweep", "a product of settings, with figures"),
     "paper": Command("depthbatch.benchmarks.paper_report", "paper_report", "the paper's figures against ours"),
     "cpu": Command("depthbatch.benchmarks.cpu_speed", "cpu", "the CPU device: engine, policies, kernels"),
