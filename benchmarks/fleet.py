@@ -20,9 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from depthbatch.benchmarks.fleet_traffic import Traffic, TrafficOptions, make_traffic
-from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.trace import BLOCK_SIZE, blank_result
-from depthbatch.common.arguments import natural, output_file, positive, seconds
+from depthbatch.common.arguments import natural, positive, seconds
 from depthbatch.common.config import POLICIES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import ROW_POSITION, Stage
@@ -384,9 +384,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         help="find the fewest replicas whose p99 meet these",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE", default=None, help="JSON goes here instead of stdout"
-    )
+    add_output_argument(parser)
 
 
 def run_fleet(args: argparse.Namespace) -> int:

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from depthbatch.benchmarks.record import write_json
+from depthbatch.benchmarks.record import add_output_argument, write_json
 from depthbatch.benchmarks.service_figures import processor_seconds, serving
-from depthbatch.common.arguments import output_file, positive
+from depthbatch.common.arguments import positive
 from depthbatch.common.errors import ConfigError, EngineDeadError
 from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost, StageFlops
 
@@ -158,7 +158,7 @@ def add_frontends_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="on each server; the median counts")
     parser.add_argument("--burst", type=positive, default=64, help="connections that are opened without a pause")
     parser.add_argument("--serve-option", action="append", default=[], metavar="--OPTION=VALUE", help="may be repeated")
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    add_output_argument(parser)
 
 
 def run_frontends(args: argparse.Namespace) -> int:

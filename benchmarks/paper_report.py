@@ -23,6 +23,7 @@ from depthbatch.benchmarks.paper_judges import CPU_RESULTS, MODELS, MOST_LATENCY
 from depthbatch.benchmarks.paper_pictures import draw_exits, draw_idle, draw_k, draw_lengths, draw_step_latency
 from depthbatch.benchmarks.sweep import AXES, SUMMARIES, read_sweep, run_settings
 from depthbatch.benchmarks.tables import sustained_table, table
+from depthbatch.common.arguments import output_directory, positive
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.simulated import find_profile
 
@@ -41,28 +42,28 @@ _NOT_KEPT = ("scheduler_us_per_stage", "stage_share", "acceptance", "draft_lanes
 
 def add_paper_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Where results go, and which sweeps."""
-    parser.add_argument("--output-dir", metavar="DIR", type=Path, default=HERE / "results" / "paper")
+    parser.add_argument("--output-dir", metavar="DIR", type=output_directory, default=HERE / "results" / "paper")
     parser.add_argument("--only", metavar="TEXT", default="", help="run no sweep whose file name does not hold this")
     parser.add_argument("--fresh", action="store_true", help="run sweeps again whose results are there")
     parser.add_argument(
-        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that simulate (default: the cores)"
+        "--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes that simulate (default: the cores)"
     )
 
 
 def run_paper_report(args: argparse.Namespace) -> int:
     """Runs sweeps, draws, writes the report of all results that are there. Raises ConfigError."""
-    if args.jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, not {args.jobs}")
     out: Path = args.output_dir
-    out.mkdir(parents=True, exist_ok=True)
     sweeps = {path.stem: read_sweep(path) for path in sorted((HERE / "paper").glob("*.toml"))}
+    cpu = out / CPU_RESULTS
+    if not any(args.only in name for name in (*sweeps, cpu.stem)):
+        raise ConfigError(f"--only {args.only}: in the name of no sweep; there are {', '.join((*sweeps, cpu.stem))}")
+    out.mkdir(parents=True, exist_ok=True)
     for name, sweep in sweeps.items():
         started_s, path = time.monotonic(), out / f"{name}.json"
         if args.only in name and (args.fresh or not path.exists()):
             lines = ",\n".join(json.dumps(_short(row)) for row in run_settings(sweep, jobs=args.jobs))
             path.write_text(f'{{"title": {json.dumps(sweep["title"])}, "rows": [\n{lines}\n]}}\n')
             print(f"{name}: {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
-    cpu = out / CPU_RESULTS
     if args.only in cpu.stem and (args.fresh or not cpu.exists()):
         cpu.write_text(json.dumps(_rounded(measure_cpu())) + "\n")
     results = Results(out, HERE / "results")

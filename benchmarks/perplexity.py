@@ -14,8 +14,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from depthbatch.benchmarks.record import write_json
-from depthbatch.common.arguments import output_file, positive
+from depthbatch.benchmarks.record import add_output_argument, write_json
+from depthbatch.common.arguments import positive
 from depthbatch.common.config import FIELD_NAMES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.model_dir import resolve_model_dir
@@ -32,7 +32,7 @@ def add_perplexity_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loops", type=positive, nargs="+", default=None, help="numbers of loops (default: the model's)"
     )
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="where the JSON goes (default: stdout)")
+    add_output_argument(parser)
     add_config_arguments(parser, [name for name in FIELD_NAMES if name not in ("model", "max_loops")])
 
 

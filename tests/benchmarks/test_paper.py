@@ -145,8 +145,8 @@ def test_report_keeps_what_was_not_asked_for(tmp_path: Path, monkeypatch: pytest
     assert report(tmp_path, "--only", "two", "--jobs", "1") == both
     (row,) = Results(tmp_path, tmp_path).rows("one", policy="refill")
     assert row["axis_seed"] is None and row["axis_launch_us"] == 0.0 and "scheduler_us_per_stage" not in row
-    with pytest.raises(ConfigError, match="jobs"):
-        report(tmp_path, "--jobs", "0")
+    with pytest.raises(ConfigError, match="--only three: in the name of no sweep; there are one, two, "):
+        report(tmp_path, "--only", "three")
 
 
 def test_core_steps_of_this_machine_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
