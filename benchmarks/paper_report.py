@@ -46,7 +46,10 @@ def add_paper_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="TEXT", default="", help="run no sweep whose file name does not hold this")
     parser.add_argument("--fresh", action="store_true", help="run sweeps again whose results are there")
     parser.add_argument(
-        "--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes that simulate (default: the cores)"
+        "--jobs",
+        type=positive,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that simulate (default: the cores)",
     )
 
 

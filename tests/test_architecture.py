@@ -105,6 +105,7 @@ READ_DIRECTLY = {
     "benchmarks/paper_cpu.py": "its own results",
     "benchmarks/paper_judges.py": "its own results",
     "benchmarks/service_figures.py": "the server's log, /proc",
+    "benchmarks/soak.py": "/proc",
     "benchmarks/sources.py": "bytes, decoded by text_files",
     "benchmarks/sweep.py": "its own results",
     "benchmarks/trace.py": "the scheduler's trace",

@@ -12,7 +12,7 @@ HIDDEN = f"""
 import sys, atheris
 sys.path.insert(0, {str(GUIDED.parent)!r})
 import guided
-from fuzz.targets import damaged_bytes
+from fakes.fuzz_targets import damaged_bytes
 
 @atheris.instrument_func
 def look(data):
@@ -33,9 +33,7 @@ guided.main(["guided.py", "hidden", "-runs=2000000"])
 
 
 def run(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [PYTHON, *arguments], cwd=directory, capture_output=True, text=True, timeout=300, check=False
-    )
+    return subprocess.run([PYTHON, *arguments], cwd=directory, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("target", ["messages", "verbs", "configuration", "http"])

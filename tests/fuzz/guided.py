@@ -14,7 +14,7 @@ import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 with atheris.instrument_imports(include=["depthbatch"]):
-    from fuzz.targets import TARGETS
+    from fakes.fuzz_targets import TARGETS
 
 OWN_DAMAGE = 0.6  # share of inputs; the rest are libFuzzer's
 SAMPLES = 0.3  # share of those that begin with a sample, since what native code does with an input is not seen

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from fakes.chat_tokenizer import byte_tokenizer
+from fakes.fuzz_targets import BODIES, ConfigurationTarget, MessagesTarget, VerbsTarget, damaged_bytes, damaged_value
 from fakes.http_server import LiveServer
-from fuzz.targets import BODIES, ConfigurationTarget, MessagesTarget, VerbsTarget, damaged_bytes, damaged_value
 
 
 def draws(pytestconfig: pytest.Config, share: float, what: str) -> Iterator[random.Random]:

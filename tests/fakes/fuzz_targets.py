@@ -157,8 +157,6 @@ def damaged_value(value: Any, rng: random.Random) -> Any:
     return rng.choice(NASTY)
 
 
-
-
 class MessagesTarget:
     """Row "pickle over ZMQ, type names from the wire, 0.0.0.0 binds": what decodes is a message of its own direction and
     encodes to itself again; a request that decodes is taken by the scheduler or refused, and leaves nothing behind. The first byte says
