@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.gates import GATE_BY_LABEL, Gate
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_events import KvEventsConfig
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.options import (
@@ -39,6 +40,7 @@ LOAD_FORMATS = ("auto", "dummy")
 STATE_INITS = ("zero", "seeded")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
+KV_CACHE_DTYPES = tuple(kind.value for kind in KVCacheDtype)
 ENGINE_GATES = tuple(gate.label for gate in Gate if gate not in (Gate.FIXED, Gate.REPLAY))  # those need request fields
 MAX_DRAFT_LANES = 8
 AUTO_DRAFT_LANES = 4  # of which auto uses as many as pay
@@ -92,6 +94,10 @@ class EngineConfig(Options, frozen=True):
         Annotated[float, Meta(ge=0.0, le=0.9)], option("share of the KV blocks kept free at admission")
     ] = 0.0
     kv_layout: Annotated[str | None, option("KV layout (default: the model's)", KV_LAYOUTS)] = None
+    kv_cache_dtype: Annotated[
+        str,
+        option("how K and V are stored: auto = in dtype; int8 or fp8 (e4m3): a byte a number", KV_CACHE_DTYPES),
+    ] = "auto"
     kv_blocks: Annotated[Natural | None, option("KV blocks (default: from the free memory)")] = None
     block_size: Annotated[Natural | None, option("tokens per KV block (default: the attention backend's)")] = None
     max_model_len: Annotated[Natural | None, option("longest sequence, prompt and output (default: the model's)")] = (
@@ -203,6 +209,8 @@ class EngineConfig(Options, frozen=True):
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size}: a simulated device is one rank")
         if self.quantization is not None and self.device.startswith("simulated:"):
             raise ConfigError(f"quantization {self.quantization}: a simulated device has no weights")
+        if self.kv_cache_dtype != "auto" and self.device.startswith("simulated:"):
+            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype}: a simulated device has no K and V")
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"quantization {self.quantization} is for one rank, not for tensor_parallel_size {self.tensor_parallel_size}"

@@ -174,6 +174,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     notes: tuple[str, ...] = ()  # what who starts it should know, a line each
     # Of gates that compare probabilities where the default one compares distances, or the other way round.
     other_threshold: float = HEAD_THRESHOLD
+    kv_cache_dtype: str = "auto"  # how K and V are stored
 
     def threshold_of(self, gate: Gate) -> float:
         """The exit threshold of requests that name this gate and none."""

@@ -30,9 +30,10 @@ def describe(info: EngineInfo) -> str:
     """The line that every start prints: what runs, and how much fits."""
     tokens = (info.num_blocks - 1) * info.block_size
     weights = f" with {info.quantization} layers" if info.quantization else ""
+    stored = info.kv_layout if info.kv_cache_dtype == "auto" else f"{info.kv_layout}, {info.kv_cache_dtype}"
     return (
         f"{info.model} ({info.architecture}, {info.r_max} loops) on {info.device}, {info.dtype}{weights}: "
-        f"{info.kv_bytes_per_token / 1024:.1f} KiB of KV per token ({info.kv_layout}), {tokens} tokens fit"
+        f"{info.kv_bytes_per_token / 1024:.1f} KiB of KV per token ({stored}), {tokens} tokens fit"
     )
 
 

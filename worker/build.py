@@ -17,6 +17,7 @@ from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.gates import GATE_BY_LABEL, HEAD_THRESHOLD, Gate
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.logging import get_logger
 from depthbatch.common.messages import PLAIN, EngineInfo, Variant
@@ -180,6 +181,7 @@ def _with_memory(
         dtype=spec.dtype,
         device=device,
         windows=spec.windows,
+        kv_cache_dtype=KVCacheDtype(config.kv_cache_dtype),
     )
     lanes = 1 + config.draft_lanes_under(layout, spec.r_max)
     slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device, lanes)
@@ -293,6 +295,7 @@ def engine_info(
         eos_token_ids=spec.eos_token_ids,
         max_logprobs=num_likeliest(spec.vocab_size),
         quantization=spec.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         notes=_notes(config, spec, layout, choice),
     )
 

@@ -33,8 +33,8 @@ class HostKV:
     def __init__(self, backend: AttentionBackend, num_blocks: int) -> None:
         on_gpu = backend.geometry.device.type == "cuda"
         self._layers: list[_OnGpu | _OnCpu] = []
-        for caches in (backend.k_cache, backend.v_cache):
-            for cache, planes in zip(caches, backend.geometry.planes, strict=True):
+        for layer, planes in enumerate(backend.geometry.planes):
+            for cache in backend.memory(layer):
                 host = torch.empty((num_blocks * planes, *cache.shape[1:]), dtype=cache.dtype, pin_memory=on_gpu)
                 self._layers.append((_OnGpu if on_gpu else _OnCpu)(cache, host, planes))
         self._columns = (KV, HOST) if on_gpu else (HOST,)
@@ -94,5 +94,5 @@ class _OnCpu:
 
 def _blocks(tensor: Tensor, planes: int) -> npt.NDArray[Any]:
     """[blocks, words of a block], as a view; numpy knows no bfloat16, so words are whole numbers."""
-    words = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    words = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
     return words.view(len(tensor) // planes, -1).numpy()

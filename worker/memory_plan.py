@@ -9,6 +9,7 @@ import torch
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.frames import logprob_fields, prefill_words
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_layout import KVLayout, swap_blocks
 from depthbatch.worker.attention.select import default_block_size
 from depthbatch.worker.device import GIB, KVPlan, KVRequest, plan_kv
@@ -94,7 +95,7 @@ def check_weights(name: str, weight_bytes: int, free_bytes: int) -> None:
 def kv_request(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: torch.device) -> KVRequest:
     """What the options ask for."""
     return KVRequest(
-        bytes_per_token=spec.kv_bytes_per_token(layout),
+        bytes_per_token=spec.kv_bytes_per_token(layout, KVCacheDtype(config.kv_cache_dtype)),
         block_size=_block_size(config, spec, device),
         max_positions=spec.max_positions,
         max_num_seqs=config.max_num_seqs,
@@ -104,4 +105,4 @@ def kv_request(config: EngineConfig, spec: ModelSpec, layout: KVLayout, device: 
 
 
 def _block_size(config: EngineConfig, spec: ModelSpec, device: torch.device) -> int:
-    return config.block_size or default_block_size(device, spec.dtype)
+    return config.block_size or default_block_size(device, spec.dtype, KVCacheDtype(config.kv_cache_dtype))

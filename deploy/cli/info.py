@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from depthbatch.common.config import add_config_arguments, config_from_sources
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.tokenizer import load_tokenizer
 
@@ -14,6 +15,7 @@ OPTIONS = (
     "dtype",
     "quantization",
     "max_num_seqs",
+    "kv_cache_dtype",
     "kv_blocks",
     "block_size",
     "max_model_len",
@@ -45,7 +47,7 @@ def run_info(args: argparse.Namespace) -> int:
     spec, share = (read_spec(*asked, n, *options, gate_weights=config.gate_weights) for n in (1, ranks))
     size = weight_bytes(*asked, ranks, *options)
     counts = (1,) if config.quantization else rank_counts(open_model_dir(config.model, config.load_format))
-    kind = f", {share.quantization} layers" if share.quantization else ""
+    quantized = f", {share.quantization} layers" if share.quantization else ""
     on_each = f" on each of {ranks} ranks" if ranks > 1 else ""
     layout = resolve_layout(config, spec)
     choice = resolve_gates(config, spec, layout)
@@ -69,20 +71,22 @@ def run_info(args: argparse.Namespace) -> int:
         ("exits", exits),
         ("positions", str(spec.max_positions)),
         ("dtype", str(spec.dtype).removeprefix("torch.")),
-        ("weights", f"{size / MIB:.1f} MiB{on_each}{kind}"),
+        ("weights", f"{size / MIB:.1f} MiB{on_each}{quantized}"),
         ("end of sequence", ", ".join(map(str, spec.eos_token_ids)) or "none"),
         ("tensor parallel", spelt(counts) + _reservation(counts, device.type)),
     ]
     lines = [f"{name:<17}{value}" for name, value in rows]
     devices = [resolve_device(config.device, ranks, config.quantization, rank) for rank in range(ranks)]
     free_bytes = of_a_rank(list(map(free_memory, devices)), device)
+    kind = KVCacheDtype(config.kv_cache_dtype)
+    title = f"KV layout ({kind})" if kind.is_quantized else "KV layout"
     lines.append(
-        f"{'KV layout':<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {_on(ranks)}{config.max_num_seqs} sequences)"
+        f"{title:<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {_on(ranks)}{config.max_num_seqs} sequences)"
     )
     for layout in spec.layouts:
         plan = plan_memory(config, share, layout, device, free_bytes)
         label = _mark(layout, layout is spec.default_layout)
-        lines.append(f"  {label:<18}{spec.kv_bytes_per_token(layout) / 1024:>14.1f}{plan.tokens_that_fit:>17}")
+        lines.append(f"  {label:<18}{spec.kv_bytes_per_token(layout, kind) / 1024:>14.1f}{plan.tokens_that_fit:>17}")
     print(*lines, "* = default", sep="\n")  # at once: an error comes alone, not under half of a table
     return 0
 

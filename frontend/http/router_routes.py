@@ -71,6 +71,7 @@ def routes(service: Service, probe: Probe) -> APIRouter:
                 "device": info.device,
                 "dtype": info.dtype,
                 "kv_layout": info.kv_layout,
+                "kv_cache_dtype": info.kv_cache_dtype,
             }
         )
 

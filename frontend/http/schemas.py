@@ -424,6 +424,7 @@ class ServerInfoAnswer(BaseModel):
     device: str
     dtype: str
     kv_layout: str
+    kv_cache_dtype: str
 
 
 class ModelInfoAnswer(BaseModel):

@@ -5,11 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
+from depthbatch.worker.attention.kv_quantization import dequantize, quantize
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from fakes.attention_cases import chain_rows
+from fakes.attention_cases import chain_rows, fill_alike
 from fakes.flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
 from fakes.paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 
@@ -23,26 +25,36 @@ def flash3(geometry: CacheGeometry) -> AttentionBackend:
 
 
 BACKENDS = {"flash2": (flash2, 256), "flash3": (flash3, 16), "triton": (TritonAttention, 16)}
+AUTO, INT8, FP8 = KVCacheDtype
+STORED = [*((name, AUTO) for name in BACKENDS), ("triton", INT8), ("triton", FP8)]
 
 
 def geometry_of(
-    block_size: int, kv_heads: int, planes: tuple[int, ...], windows: tuple[int, ...] = ()
+    block_size: int,
+    kv_heads: int,
+    planes: tuple[int, ...],
+    windows: tuple[int, ...] = (),
+    kind: KVCacheDtype = AUTO,
 ) -> CacheGeometry:
     blocks = 1 + MAX_BLOCKS * SEQUENCES
-    return CacheGeometry(blocks, block_size, 4, kv_heads, 24, planes, torch.bfloat16, torch.device("cpu"), windows)
+    return CacheGeometry(
+        blocks, block_size, 4, kv_heads, 24, planes, torch.bfloat16, torch.device("cpu"), windows, kind
+    )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "kind"), STORED)
 @pytest.mark.parametrize(
     ("kv_heads", "planes", "windows"), [(4, (1, 3), ()), (2, (2, 1), ()), (2, (1, 3), (6, 19)), (4, (1, 2), (0, 1))]
 )
-def test_backend_equals_oracle(name: str, kv_heads: int, planes: tuple[int, ...], windows: tuple[int, ...]) -> None:
+def test_backend_equals_oracle(
+    name: str, kind: KVCacheDtype, kv_heads: int, planes: tuple[int, ...], windows: tuple[int, ...]
+) -> None:
     """Two prefill chunks a sequence (the second behind a cached prefix, across block borders) into every plane, plane
     copies, then decode rows at different planes with a padding row: outputs equal the oracle's. Random K/V differ
-    between planes and layers, so a wrong plane, block or alignment shows."""
+    between planes and layers, so a wrong plane, block or alignment shows. At the end both hold the same memory."""
     torch.manual_seed(kv_heads)
     make: Callable[[CacheGeometry], AttentionBackend] = BACKENDS[name][0]
-    geometry = geometry_of(BACKENDS[name][1], kv_heads, planes, windows)
+    geometry = geometry_of(BACKENDS[name][1], kv_heads, planes, windows, kind)
     tested, oracle = make(geometry), SdpaAttention(geometry)
     tables = shuffled_tables()
     size = geometry.block_size
@@ -67,25 +79,55 @@ def test_backend_equals_oracle(name: str, kv_heads: int, planes: tuple[int, ...]
         q, k, v = heads(5, geometry)
         got, want = (b.decode(layer, q, k, v, rows) for b in (tested, oracle))
         torch.testing.assert_close(got[:4].float(), want[:4].float(), atol=2e-2, rtol=2e-2)
+        for mine, theirs in zip(tested.memory(layer), oracle.memory(layer), strict=True):
+            assert torch.equal(mine[count:], theirs.transpose(1, 2)[count:])  # but for the dummy block
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_triton_writes_the_oracles_bytes(kind: KVCacheDtype) -> None:
+    """Codes and scales of vectors of every size a number has: whole and halved codes, where ties are decided, and zeros of
+    both signs. A vector with a NaN or an infinity is stored as one that reads as NaN, alone."""
+    geometry = geometry_of(16, 4, (2,), (), kind)._replace(dtype=torch.float32)
+    tested, oracle = TritonAttention(geometry), SdpaAttention(geometry)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 60, 4, 24, generator=generator) * torch.logspace(-44, 38, 60)[:, None, None]
+    halves = torch.arange(-127.0, 129.0)[: 2 * 4 * 24].view(2, 4, 24) / 2
+    k[30:32] = halves * 2.0 ** torch.arange(2)[:, None, None]
+    k[30:32, :, 0] = 127.0 if kind is INT8 else 448.0
+    v[30:32], v[32, 1], v[33, 0], v[34, 2, 5], v[35, 3, 6] = -halves, 0.0, -0.0, torch.nan, torch.inf
+    rows = DecodeRows(
+        torch.arange(60, dtype=torch.int32) % SEQUENCES + 1,
+        torch.arange(60, dtype=torch.int32) // SEQUENCES,
+        torch.arange(60, dtype=torch.int32) % 2,
+        shuffled_tables(),
+    )
+    q = torch.zeros(60, 4, 24)
+    for backend in (tested, oracle):
+        backend.decode(0, q, k, v, rows)
+    for mine, theirs in zip(tested.memory(0), oracle.memory(0), strict=True):
+        torch.testing.assert_close(mine, theirs.transpose(1, 2), rtol=0, atol=0, equal_nan=True)
+    broken = quantize(v, kind)
+    assert dequantize(broken, kind).isnan().all(-1).nonzero().tolist() == [[34, 2], [35, 3]]
+    assert dequantize(broken, kind).isnan().sum() == 2 * 24
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", [*BACKENDS, "sdpa"])
-def test_tokens_of_one_sequence_at_different_loops_do_not_see_each_other(name: str, seed: int) -> None:
+@pytest.mark.parametrize(("name", "kind"), [*STORED, *(("sdpa", kind) for kind in KVCacheDtype)])
+def test_tokens_of_one_sequence_at_different_loops_do_not_see_each_other(
+    name: str, kind: KVCacheDtype, seed: int
+) -> None:
     """Draft lanes: one launch appends several successive tokens of a sequence, each to the plane of its loop, and gives
     the bits of one launch a token, first to last and last to first. Memory before is random, so what is read shows."""
     make, size = {**BACKENDS, "sdpa": (SdpaAttention, 16)}[name]
-    geometry = geometry_of(size, 2, (1, 3))
+    geometry = geometry_of(size, 2, (1, 3), (), kind)
     torch.manual_seed(seed)
     tables = shuffled_tables()
     rows = chain_rows(tables, 3, size, seed)
     count = len(rows.slots)
     inputs = heads(count, geometry)
     together, forwards, backwards = (make(geometry) for _ in range(3))
-    contents = [torch.randn(cache[1].shape).bfloat16() for cache in (together.k_cache, together.v_cache)]
-    for backend in (together, forwards, backwards):
-        backend.k_cache[1].copy_(contents[0])
-        backend.v_cache[1].copy_(contents[1])
+    for memory in zip(*(backend.memory(1) for backend in (together, forwards, backwards)), strict=True):
+        fill_alike(memory, torch.Generator().manual_seed(seed))
     wanted = together.decode(1, *inputs, rows)
     for backend, order in ((forwards, range(count)), (backwards, reversed(range(count)))):
         for i in order:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention import select as selection
 from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3, FlashLibrary
@@ -61,3 +62,15 @@ def test_missing_backends_are_named() -> None:
         selection.select_backend(geometry(16, torch.bfloat16), "flash")
     with pytest.raises(ConfigError, match="unknown attention backend 'fast'"):
         selection.select_backend(geometry(16, torch.bfloat16), "fast")
+
+
+@pytest.mark.parametrize("kind", [KVCacheDtype.INT8, KVCacheDtype.FP8])
+def test_flash_attention_is_not_given_bytes(monkeypatch: pytest.MonkeyPatch, kind: KVCacheDtype) -> None:
+    """It reads K and V in the model's type: Triton serves quantised ones, in its own block size; by name it is refused."""
+    monkeypatch.setattr(selection, "find_flash_library", lambda: FLASH2)
+    monkeypatch.setattr(selection, "find_spec", lambda name: object())
+    quantized = geometry(256, torch.bfloat16)._replace(kv_cache_dtype=kind)
+    assert type(selection._fastest_on_gpu(quantized)) is TritonAttention
+    assert selection.default_block_size(torch.device("cuda"), torch.bfloat16, kind) == 16
+    with pytest.raises(ConfigError, match=f"attention backend 'flash' reads no kv_cache_dtype {kind}"):
+        selection.select_backend(quantized, "flash")

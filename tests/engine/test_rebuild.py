@@ -160,7 +160,7 @@ class Cache:
         self.values = [
             torch.stack([cache[table[at // size] * planes + plane, :, at % size] for at in range(positions)])
             for layer, planes in enumerate(backend.geometry.planes)
-            for cache in (backend.k_cache[layer], backend.v_cache[layer])  # type: ignore[attr-defined]
+            for cache in backend.memory(layer)
             for plane in range(planes)
         ]
 

@@ -1,6 +1,7 @@
 """Random attention problems for two backends with equal caches, and the C libraries under test."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,13 +97,26 @@ def make_case(geometry: CacheGeometry, kernels: Kernels, seed: int) -> Case:
     tested, oracle = CpuAttention(geometry, kernels), SdpaAttention(geometry)
     exact = SdpaAttention(geometry._replace(dtype=torch.float32))
     for layer in range(len(geometry.planes)):
-        for name in ("k_cache", "v_cache"):
-            content = torch.randn(getattr(oracle, name)[layer].shape, generator=generator).to(geometry.dtype)
-            for backend in (tested, oracle, exact):
-                getattr(backend, name)[layer].copy_(content)
+        for memory in zip(*(backend.memory(layer) for backend in (tested, oracle, exact)), strict=True):
+            fill_alike(memory, generator)
     tables = torch.zeros(9, MAX_BLOCKS, dtype=torch.int32)
     tables[1:] = 1 + torch.randperm(8 * MAX_BLOCKS, generator=generator).int().view(8, MAX_BLOCKS)
     return Case(geometry, tested, oracle, exact, tables, generator)
+
+
+def fill_alike(memory: Sequence[torch.Tensor], generator: torch.Generator) -> None:
+    """The same random numbers into each, within a few units as they are read: numbers, codes without a NaN, or scales."""
+    shape = memory[0].shape
+    if memory[0].dtype is torch.uint8:
+        content = torch.randint(0, 120, shape, generator=generator) + 128 * torch.randint(
+            0, 2, shape, generator=generator
+        )
+    elif memory[0].dim() == 3:
+        content = torch.rand(shape, generator=generator) / 120
+    else:
+        content = torch.randn(shape, generator=generator).bfloat16()
+    for tensor in memory:
+        tensor.copy_(content)
 
 
 def decode_rows(case: Case, layer: int, seed: int) -> DecodeRows:

@@ -32,12 +32,16 @@ def signature(kernel: Any, element: str, constants: dict[str, int]) -> dict[str,
             types[name] = "*i32"
         elif name in ("scale", "eps"):
             types[name] = "fp32"
+        elif name in ("k_scales", "v_scales"):
+            types[name] = "*i16"
+        elif name in ("k_cache", "v_cache") and constants.get("KIND"):
+            types[name] = "*u8"
         else:
             types[name] = "*fp32" if name.startswith("part_") or name in ("cos", "sin") else element
     return types
 
 
-def constants_of(kernel: Any, heads: int, group: int, dim: int) -> dict[str, int]:
+def constants_of(kernel: Any, kind: int, heads: int, group: int, dim: int) -> dict[str, int]:
     values = {
         "BLOCK_SIZE": 16,
         "HEADS": heads,
@@ -50,6 +54,7 @@ def constants_of(kernel: Any, heads: int, group: int, dim: int) -> dict[str, int
         "WIDTH": triton.next_power_of_2(heads * dim),
         "BLOCK": 1024,
         "SPLITS": triton_decode.SPLITS,
+        "KIND": kind,
         "HAS_Y": 1,
         "HAS_RESIDUAL": 1,
         "INTERLEAVED": group % 2,
@@ -62,15 +67,17 @@ def constants_of(kernel: Any, heads: int, group: int, dim: int) -> dict[str, int
 
 
 def main() -> None:
-    attention = (triton_decode._append, triton_decode._partial, triton_decode._combine)
-    for kernel in (*attention, ops_triton._norm, ops_triton._silu_mul, ops_triton._rope):
+    partial, append = triton_decode._partial, triton_decode._append_quantized
+    stored = [(partial, 0), *((kernel, kind) for kernel in (partial, append) for kind in (1, 2))]
+    others = (triton_decode._append, triton_decode._combine, ops_triton._norm, ops_triton._silu_mul, ops_triton._rope)
+    for kernel, kind in (*stored, *((other, 0) for other in others)):
         for element, shape, architecture in TARGETS:
-            constants = constants_of(kernel, *shape)
+            constants = constants_of(kernel, kind, *shape)
             keyed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
             source = ASTSource(kernel, signature(kernel, element, constants), keyed)
             compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
             assert compiled.asm["cubin"]
-            print(compiled.metadata.name, element, shape, architecture, compiled.metadata.shared)
+            print(compiled.metadata.name, kind, element, shape, architecture, compiled.metadata.shared)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 import torch.nn.attention.bias
 
 from depthbatch.common.frames import split_prefill_frame
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
@@ -49,10 +50,16 @@ def triton_with_twin(geometry: CacheGeometry) -> AttentionBackend:
     return backend
 
 
+def _quantized(kind: KVCacheDtype) -> Callable[[CacheGeometry], AttentionBackend]:
+    return lambda geometry: triton_with_twin(geometry._replace(kv_cache_dtype=kind))
+
+
 BACKENDS: dict[str, tuple[Callable[[CacheGeometry], AttentionBackend], int]] = {
     "flash2": (lambda g: FlashAttention(g, FlashAttention2(flash2_with_kvcache, flash2_varlen)), 256),
     "flash3": (lambda g: FlashAttention(g, FlashAttention3(flash3_with_kvcache)), 16),
     "triton": (triton_with_twin, 16),
+    "triton-int8": (_quantized(KVCacheDtype.INT8), 16),
+    "triton-fp8": (_quantized(KVCacheDtype.FP8), 16),
     "sdpa": (SdpaAttention, 16),
 }
 

@@ -17,7 +17,7 @@ OTHER: dict[str, Any] = {
     "max_num_seqs": 7, "max_num_batched_tokens": 99, "min_free_slots": 3, "min_coda_batch": 2, "kv_headroom": 0.25,
     "kv_layout": "single", "kv_blocks": 11, "block_size": 32, "max_model_len": 128, "gate": "own", "gate_weights": "gates",
     "exit_threshold": 0.5, "min_loops": 2, "max_loops": 3, "state_init": "seeded", "preemption": "offload",
-    "swap_space": 2.5, "quantization": "int8",
+    "swap_space": 2.5, "quantization": "int8", "kv_cache_dtype": "fp8",
     "async_scheduling": "async", "stage_trace": "stages.jsonl", "threads": 1, "seed": 5,
     "tensor_parallel_size": 4,
     "objective": "goodput", "ttft_target_ms": 500.0, "itl_target_ms": 50.0, "prefix_caching": "on",
@@ -36,7 +36,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "kv_events_config": {"prefix_caching": "on"},
     "draft_acceptance": {"speculation": "auto", "device": "simulated:x.json"},
 }
-NOT_SIMULATED = ("tensor_parallel_size", "quantization")  # not of a simulated device
+NOT_SIMULATED = ("tensor_parallel_size", "quantization", "kv_cache_dtype")  # not of a simulated device
 ALL_OF_REFILL = {name: value for name, value in OTHER.items() if name not in (*TARGETS, *NOT_SIMULATED)}
 ALL_OF_AUTO = {name: value for name, value in OTHER.items() if name not in ("policy", "min_coda_batch", *NOT_SIMULATED)}
 

@@ -10,6 +10,7 @@ import torch
 
 from depthbatch.benchmarks.gpu import shapes
 from depthbatch.common.gates import Gate
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.models.config_reader import ConfigReader
 from depthbatch.worker.models.family import TensorTable
@@ -80,6 +81,7 @@ def test_published_specs(tmp_path: Path) -> None:
     assert (ouro.r_max, ouro.r_min, ouro.r_limit, ouro.dtype) == (4, 2, 4, torch.bfloat16)
     assert ouro.kv_bytes_per_token(KVLayout.SINGLE) == 192 * 1024
     assert ouro.kv_bytes_per_token(KVLayout.LAST_EXITED) == 768 * 1024
+    assert ouro.kv_bytes_per_token(KVLayout.LAST_EXITED, KVCacheDtype.INT8) == 390 * 1024
     assert ouro.eos_token_ids == (0, 2)
     assert (ouro.default_gate, ouro.default_threshold, ouro.default_layout) == (Gate.DELAYED, 1.0, KVLayout.LAST_EXITED)
     huginn = read_spec(config_only(tmp_path / "huginn", HUGINN_3_5B), load_format="dummy")

@@ -12,8 +12,10 @@ from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, DepthbatchError, ModelError
 from depthbatch.common.gates import HEAD_THRESHOLD, Gate
-from depthbatch.frontend.prompts import print_start
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.frontend.prompts import describe, print_start
 from depthbatch.worker import build
+from depthbatch.worker.memory_plan import plan_memory
 from depthbatch.worker.models.loader import read_spec
 from reference.oracle import HUGINN, OURO
 
@@ -48,6 +50,26 @@ def test_the_info_says_what_was_built() -> None:
     assert (info.default_gate, info.default_threshold, info.r_min, info.r_max) == (Gate.OWN, 0.25, 3, 4)
     assert info.kv_bytes_per_token == 3 * 2 * 4 * 16 * 4  # layers, K and V, heads, head_dim, fp32
     assert (info.num_blocks, info.max_model_len, info.buckets) == (21, 320, tuple(range(1, 10)))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_blocks_are_counted_in_the_bytes_that_are_stored(kind: str) -> None:
+    """A byte a number and two for the scale of 16 of them, in what is planned, told, allocated and printed; so more tokens
+    fit the same memory."""
+    plain, quantized = built(kv_layout="single"), built(kv_layout="single", kv_cache_dtype=kind)
+    assert quantized.info.kv_bytes_per_token == 3 * 2 * 4 * (16 + 2)
+    assert (plain.info.kv_cache_dtype, quantized.info.kv_cache_dtype) == ("auto", kind)
+    backend = quantized.runner.stages.backend
+    assert sum(x.nbytes for i in range(3) for x in backend.memory(i)) == 21 * 16 * quantized.info.kv_bytes_per_token
+    assert describe(quantized.info).endswith(f"0.4 KiB of KV per token (single, {kind}), 320 tokens fit")
+    spec = read_spec(str(OURO))
+    blocks = []
+    for chosen in ("auto", kind):
+        config = EngineConfig(model=str(OURO), max_num_seqs=64, kv_cache_dtype=chosen)
+        blocks.append(plan_memory(config, spec, KVLayout.LAST_EXITED, torch.device("cpu"), 1 << 28).num_blocks)
+    assert blocks[1] / blocks[0] == pytest.approx(64 / 18, rel=0.01)
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype {kind}: a simulated device has no K and V"):
+        EngineConfig(device="simulated:h100-ouro-1.4b", kv_cache_dtype=kind)
 
 
 def test_a_layout_that_the_model_is_not_trained_for_is_said_at_start(capsys: pytest.CaptureFixture[str]) -> None:

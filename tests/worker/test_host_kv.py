@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import CacheGeometry
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.host_kv import HOST, KV, HostKV, _OnCpu, _OnGpu, pieces
@@ -45,15 +46,20 @@ def test_both_ways_to_copy_are_the_same(kind: type[_OnGpu] | type[_OnCpu]) -> No
     assert torch.equal(cache[24:], was[16:24]) and not cache[:24].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_come_back_to_other_places_bit_for_bit(dtype: torch.dtype) -> None:
-    """Every layer, K and V, every plane. Blocks that were not asked for stay what they are, and so does the host's copy
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "int8"), (torch.float32, "fp8")],
+)
+def test_blocks_come_back_to_other_places_bit_for_bit(dtype: torch.dtype, kind: str) -> None:
+    """Every layer, K and V and the scales of both, every plane. Blocks that were not asked for stay what they are, and so does the host's copy
     until it is written again; copies are made in the order asked for, those to the host first."""
     torch.manual_seed(0)
-    backend = SdpaAttention(CacheGeometry(12, 4, 4, 2, 8, PLANES, dtype, torch.device("cpu")))
-    caches = [*backend.k_cache, *backend.v_cache]
+    geometry = CacheGeometry(12, 4, 4, 2, 8, PLANES, dtype, torch.device("cpu"), kv_cache_dtype=KVCacheDtype(kind))
+    backend = SdpaAttention(geometry)
+    caches = [cache for layer in range(len(PLANES)) for cache in backend.memory(layer)]
+    assert len(caches) == len(PLANES) * (2 if kind == "auto" else 4)
     for cache in caches:
-        cache.copy_(torch.randn(cache.shape))
+        cache.copy_(torch.randn(cache.shape).abs() * 50)
     before = [cache.clone() for cache in caches]
     host = HostKV(backend, 6)
     host.move(moves((9, 5), (3, 2), (4, 3), (9, 0), (2, 1), (9, 1)), moves())

@@ -7,10 +7,13 @@ Block 0 and slot 0 are dummies: padding rows read and write them, and nobody loo
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
+from depthbatch.worker.attention.kv_quantization import SCALE_TYPE, Quantized, dequantize, quantize
 from depthbatch.worker.layers import ops
 from depthbatch.worker.layers.blocks import BlockStack
 from depthbatch.worker.layers.rotary import Rotation
@@ -28,6 +31,7 @@ class CacheGeometry(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int, ...] = ()  # per cache layer, tokens a query sees, itself included; 0 or no entry: all
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO  # how K and V are stored; ``dtype`` is what is computed with
 
     def window(self, layer: int) -> int:
         """Tokens that a query of the layer sees; 0: all up to its own."""
@@ -87,13 +91,44 @@ def heads_together(x: torch.Tensor) -> torch.Tensor:
 
 class AttentionBackend(ABC):
     """Owns the KV memory in its own layout: of layer ``l`` a tensor each for K and V, whose first dimension is the
-    physical block."""
+    physical block and whose last is the feature. Quantised K and V are uint8 there; their scales are tensors of their own,
+    of the same dimensions but for the last, so that whatever moves blocks or tokens moves both alike."""
 
-    k_cache: list[torch.Tensor]
-    v_cache: list[torch.Tensor]
-
-    def __init__(self, geometry: CacheGeometry) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        shapes: Sequence[tuple[int, ...]],
+        zeros: Callable[..., torch.Tensor],
+    ) -> None:
+        """``shapes``: of K, and of V, of every layer. Memory starts as ``zeros(shape, dtype=...)``, since a masked score times
+        NaN is NaN."""
         self.geometry = geometry
+        self.kind = kind = geometry.kv_cache_dtype
+        stored = torch.uint8 if kind.is_quantized else geometry.dtype
+        self.k_cache, self.v_cache = ([zeros(shape, dtype=stored) for shape in shapes] for _ in "kv")
+        scaled = shapes if kind.is_quantized else ()
+        self.k_scales, self.v_scales = ([zeros(shape[:-1], dtype=SCALE_TYPE) for shape in scaled] for _ in "kv")
+
+    def memory(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """All that is kept of a layer, each with the physical block first: K, V and, where they are quantised, the scales
+        of both."""
+        caches = (self.k_cache, self.v_cache, self.k_scales, self.v_scales)
+        return tuple(cache[layer] for cache in caches if cache)
+
+    def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """k, v [N, Hkv, Dh] as ``memory`` keeps them, in its order."""
+        if not self.kind.is_quantized:
+            return k, v
+        return tuple(
+            tensor for pair in zip(quantize(k, self.kind), quantize(v, self.kind), strict=True) for tensor in pair
+        )
+
+    def widened(self, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V out of tensors in the order of ``memory``: as they are stored, or in fp32 where they are quantised."""
+        if not self.kind.is_quantized:
+            return taken[0], taken[1]
+        k, v, k_scales, v_scales = taken
+        return dequantize(Quantized(k, k_scales), self.kind), dequantize(Quantized(v, v_scales), self.kind)
 
     @abstractmethod
     def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: DecodeRows) -> torch.Tensor:

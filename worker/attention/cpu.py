@@ -40,12 +40,9 @@ class CpuAttention(AttentionBackend):
     """
 
     def __init__(self, geometry: CacheGeometry, kernels: Kernels) -> None:
-        super().__init__(geometry)
         if (problem := unsupported(geometry)) is not None:
             raise ConfigError(problem)
-        shapes = cache_shapes(geometry)
-        self.k_cache = [zeros_on_large_pages(shape, geometry.dtype) for shape in shapes]
-        self.v_cache = [zeros_on_large_pages(shape, geometry.dtype) for shape in shapes]
+        super().__init__(geometry, cache_shapes(geometry), zeros_on_large_pages)
         self._kernels = kernels.by_type[geometry.dtype]
         self._fused: dict[
             int, tuple[BlockStack, FusedStack | None]
@@ -199,6 +196,8 @@ def unsupported(geometry: CacheGeometry) -> str | None:
         return f"the C attention kernels run on the cpu, not on {geometry.device}"
     if geometry.dtype not in (torch.float32, torch.bfloat16):
         return f"the C attention kernels take float32 and bfloat16, not {geometry.dtype}"
+    if geometry.kv_cache_dtype.is_quantized:
+        return f"the C attention kernels read no kv_cache_dtype {geometry.kv_cache_dtype}"
     if geometry.head_dim % 8:
         return f"the C attention kernels need a head_dim that is a multiple of 8, not {geometry.head_dim}"
     return None

@@ -6,6 +6,7 @@ kept while that object is the current one. Nothing here asks the device for a va
 """
 
 from abc import abstractmethod
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,14 +28,11 @@ class PagedAttention(AttentionBackend):
     """What the GPU backends share: the caches, appending, copies between planes, physical block tables."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
-        super().__init__(geometry)
         shapes = [
             (geometry.num_blocks * planes, geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
             for planes in geometry.planes
         ]
-        # Zeros, not empty: masked scores times NaN are NaN.
-        self.k_cache = [torch.zeros(s, dtype=geometry.dtype, device=geometry.device) for s in shapes]
-        self.v_cache = [torch.zeros(s, dtype=geometry.dtype, device=geometry.device) for s in shapes]
+        super().__init__(geometry, shapes, partial(torch.zeros, device=geometry.device))
         self._rows: object = None
         self._tables: dict[int, Tensor] = {}  # of the current rows, by planes of the layer
         self._places: dict[int, Places] = {}
@@ -58,7 +56,7 @@ class PagedAttention(AttentionBackend):
         for layer, planes in enumerate(self.geometry.planes):
             if planes == 1:
                 continue
-            for cache in (self.k_cache[layer], self.v_cache[layer]):
+            for cache in self.memory(layer):
                 copied = cache[blocks * planes + source, offsets]
                 for plane in range(planes):
                     wanted = (first <= plane) & (plane < end)
@@ -73,8 +71,8 @@ class PagedAttention(AttentionBackend):
         """q [N, H, Dh] -> [N, H, Dh]; the chunks' K/V is in the cache."""
 
     def _append(self, layer: int, k: Tensor, v: Tensor, places: Places) -> None:
-        self.k_cache[layer].index_put_(places, k)
-        self.v_cache[layer].index_put_(places, v)
+        for cache, value in zip(self.memory(layer), self.stored(k, v), strict=True):
+            cache.index_put_(places, value)
 
     def _logical_blocks(self, block_tables: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Block of each position, int64 [N]."""
@@ -142,21 +140,12 @@ class TritonAttention(PagedAttention):
         num_planes = self.geometry.planes[layer]
         if num_planes == 1:
             rows = rows._replace(planes=torch.zeros_like(rows.planes))
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        self._kernels.append_kv(k, v, k_cache, v_cache, rows, num_planes)
-        return self._kernels.decode_attention(
-            q, k_cache, v_cache, rows, num_planes, self.geometry.window(layer)
-        ).flatten(1)
+        self._kernels.append_kv(k, v, self.memory(layer), rows, num_planes, self.kind)
+        return self._attend_decode(layer, q, rows).flatten(1)
 
     def _attend_decode(self, layer: int, q: Tensor, rows: DecodeRows) -> Tensor:
-        return self._kernels.decode_attention(
-            q,
-            self.k_cache[layer],
-            self.v_cache[layer],
-            rows,
-            self.geometry.planes[layer],
-            self.geometry.window(layer),
-        )
+        planes, window = self.geometry.planes[layer], self.geometry.window(layer)
+        return self._kernels.decode_attention(q, self.memory(layer), rows, planes, window, self.kind)
 
     def _attend_prefill(self, layer: int, q: Tensor, rows: PrefillRows) -> Tensor:
         table = self._physical_table(rows, self.geometry.planes[layer])
@@ -165,10 +154,9 @@ class TritonAttention(PagedAttention):
         for index, (start, length) in enumerate(zip(rows.starts_host, rows.lengths_host, strict=True)):
             context = start + length
             blocks = table[index, : -(-context // self.geometry.block_size)]
-            keys, values = (
-                cache[layer].index_select(0, blocks).flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
-                for cache in (self.k_cache, self.v_cache)
-            )  # each [1, Hkv, context, Dh]
+            taken = [cache.index_select(0, blocks).flatten(0, 1)[:context] for cache in self.memory(layer)]
+            keys, values = (x.to(q.dtype).transpose(0, 1).unsqueeze(0) for x in self.widened(taken))
+            # each [1, Hkv, context, Dh]
             query = q[begin : begin + length].transpose(0, 1).unsqueeze(0)
             bias: Tensor | None = None
             if window := self.geometry.window(layer):

@@ -4,6 +4,8 @@ Runs on any device and type, fake tensors included: shapes depend on host values
 table is gathered). Slow by design; every faster backend is tested against it.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,8 +17,7 @@ class SdpaAttention(AttentionBackend):
     """K and V of layer l: [num_blocks * planes[l], Hkv, block_size, Dh]."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
-        super().__init__(geometry)
-        self.k_cache, self.v_cache = _allocate(geometry), _allocate(geometry)
+        super().__init__(geometry, cache_shapes(geometry), partial(torch.zeros, device=geometry.device))
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: DecodeRows) -> Tensor:
         """See the interface; the mask is the only thing that differs between rows of unequal length."""
@@ -25,17 +26,15 @@ class SdpaAttention(AttentionBackend):
         self._append(layer, k, v, tables, positions, rows.planes)
         if q.device.type == "cpu":
             tables = tables[:, : int(positions.max()) // self.geometry.block_size + 1]
-        keys, values = (
-            self._gather(cache[layer], layer, tables, rows.planes) for cache in (self.k_cache, self.v_cache)
-        )
+        keys, values = self._gather(layer, tables, rows.planes)
         places = torch.arange(keys.shape[2], device=q.device)
         visible = places <= positions[:, None]  # [B, T]
         if window := self.geometry.window(layer):
             visible &= places > positions[:, None] - window
         out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), keys, values, attn_mask=visible[:, None, None], enable_gqa=self._grouped
+            q.to(keys.dtype).unsqueeze(2), keys, values, attn_mask=visible[:, None, None], enable_gqa=self._grouped
         )
-        return out.reshape(q.shape[0], -1)
+        return out.to(q.dtype).reshape(q.shape[0], -1)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: PrefillRows) -> Tensor:
         """See the interface; one sequence after the other."""
@@ -48,14 +47,11 @@ class SdpaAttention(AttentionBackend):
         for index, (start, length) in enumerate(zip(rows.starts_host, rows.lengths_host, strict=True)):
             blocks = -(-(start + length) // self.geometry.block_size)
             table, plane = sequence_tables[index : index + 1, :blocks], planes[:1]
-            keys, values = (
-                self._gather(cache[layer], layer, table, plane)[:, :, : start + length]
-                for cache in (self.k_cache, self.v_cache)
-            )
+            keys, values = (x[:, :, : start + length] for x in self._gather(layer, table, plane))
             mask = torch.ones(length, start + length, dtype=torch.bool, device=q.device).tril(start)
             if window := self.geometry.window(layer):
                 mask = mask.triu(start - window + 1)
-            query = q[begin : begin + length].transpose(0, 1).unsqueeze(0)  # [1, H, L, Dh]
+            query = q[begin : begin + length].to(keys.dtype).transpose(0, 1).unsqueeze(0)  # [1, H, L, Dh]
             attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=self._grouped)
             out[begin : begin + length] = attended[0].transpose(0, 1).reshape(length, -1)
             begin += length
@@ -71,7 +67,7 @@ class SdpaAttention(AttentionBackend):
         for layer, planes in enumerate(self.geometry.planes):
             if planes == 1:
                 continue
-            for cache in (self.k_cache[layer], self.v_cache[layer]):
+            for cache in self.memory(layer):
                 copied = cache[blocks * planes + source, :, offsets]
                 for plane in range(planes):
                     wanted = (first <= plane) & (plane < end)
@@ -90,24 +86,21 @@ class SdpaAttention(AttentionBackend):
         num_planes = self.geometry.planes[layer]
         physical = blocks * num_planes + (planes if num_planes > 1 else 0)
         offsets = positions % self.geometry.block_size
-        self.k_cache[layer][physical, :, offsets] = k
-        self.v_cache[layer][physical, :, offsets] = v
+        for cache, value in zip(self.memory(layer), self.stored(k, v), strict=True):
+            cache[physical, :, offsets] = value
 
-    def _gather(self, cache: Tensor, layer: int, tables: Tensor, planes: Tensor) -> Tensor:
-        """Context of every row, tables [B, blocks] -> [B, Hkv, blocks * block_size, Dh]."""
+    def _gather(self, layer: int, tables: Tensor, planes: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of the context of every row, tables [B, blocks] -> [B, Hkv, blocks * block_size, Dh] each."""
         num_planes = self.geometry.planes[layer]
         physical = tables * num_planes + (planes[:, None] if num_planes > 1 else 0)
-        taken = cache.index_select(0, physical.flatten()).view(
-            *tables.shape, *cache.shape[1:]
-        )  # [B, blocks, Hkv, bs, Dh]
-        return taken.transpose(1, 2).flatten(2, 3)
-
-
-def _allocate(geometry: CacheGeometry) -> list[Tensor]:
-    return [torch.zeros(shape, dtype=geometry.dtype, device=geometry.device) for shape in cache_shapes(geometry)]
+        taken = [
+            cache.index_select(0, physical.flatten()).view(*tables.shape, *cache.shape[1:])  # [B, blocks, Hkv, bs, ...]
+            for cache in self.memory(layer)
+        ]
+        return self.widened([x.transpose(1, 2).flatten(2, 3) for x in taken])
 
 
 def cache_shapes(geometry: CacheGeometry) -> list[tuple[int, int, int, int]]:
-    """Shape of K, and of V, of every layer. They start as zeros, since a masked score times NaN is NaN."""
+    """Shape of K, and of V, of every layer."""
     g = geometry
     return [(g.num_blocks * planes, g.num_kv_heads, g.block_size, g.head_dim) for planes in g.planes]

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import torch
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry
 from depthbatch.worker.attention.cpu import CpuAttention, unsupported
 from depthbatch.worker.attention.flash_library import find_flash_library
@@ -39,9 +40,9 @@ def select_backend(geometry: CacheGeometry, name: str | None = None) -> Attentio
 
 
 def _fastest_on_gpu(geometry: CacheGeometry) -> AttentionBackend:
-    """FlashAttention where it is installed and takes the dtype and page size, then Triton, then gather and SDPA."""
-    half = geometry.dtype in (torch.bfloat16, torch.float16)
-    library = find_flash_library() if half else None
+    """FlashAttention where it is installed and takes the dtypes and page size, then Triton, then gather and SDPA."""
+    takes = geometry.dtype in (torch.bfloat16, torch.float16) and not geometry.kv_cache_dtype.is_quantized
+    library = find_flash_library() if takes else None
     if library is not None and geometry.block_size % library.block_size == 0:
         return FlashAttention(geometry, library)
     return TritonAttention(geometry) if find_spec("triton") else SdpaAttention(geometry)
@@ -52,6 +53,8 @@ def _gpu_backend(geometry: CacheGeometry, name: str) -> AttentionBackend:
         if not find_spec("triton"):
             raise ConfigError("attention backend 'triton' needs the package triton, which is not installed")
         return TritonAttention(geometry)
+    if (kind := geometry.kv_cache_dtype).is_quantized:
+        raise ConfigError(f"attention backend 'flash' reads no kv_cache_dtype {kind}: 'triton', 'sdpa' and 'cpu' do")
     library = find_flash_library() if geometry.device.type == "cuda" else None
     if library is None:
         raise ConfigError("attention backend 'flash' needs a GPU and flash-attn or FlashAttention 3, not found here")
@@ -60,8 +63,7 @@ def _gpu_backend(geometry: CacheGeometry, name: str) -> AttentionBackend:
     return FlashAttention(geometry, library)
 
 
-def default_block_size(device: torch.device, dtype: torch.dtype) -> int:
+def default_block_size(device: torch.device, dtype: torch.dtype, kind: KVCacheDtype = KVCacheDtype.AUTO) -> int:
     """Tokens a KV block: 16 for the CPU kernels, Triton and FlashAttention 3; 256 for FlashAttention 2."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and (library := find_flash_library()):
-        return library.block_size
-    return 16
+    takes = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not kind.is_quantized
+    return library.block_size if takes and (library := find_flash_library()) else 16

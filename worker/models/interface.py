@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from depthbatch.common.gates import Gate
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.worker.layers.blocks import AttentionContext
 
@@ -55,9 +56,10 @@ class ModelSpec:
         planes = layout.num_planes(self.r_max)
         return (1,) * self.prelude_layers + (planes,) * self.core_layers + (1,) * self.coda_layers
 
-    def kv_bytes_per_token(self, layout: KVLayout) -> int:
-        """K and V bytes of one token over all cache layers and planes."""
-        return sum(self.planes_per_layer(layout)) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def kv_bytes_per_token(self, layout: KVLayout, kind: KVCacheDtype = KVCacheDtype.AUTO) -> int:
+        """K and V bytes of one token over all cache layers and planes, scales included."""
+        vectors = sum(self.planes_per_layer(layout)) * 2 * self.num_kv_heads
+        return vectors * kind.bytes_per_vector(self.head_dim, self.dtype.itemsize)
 
 
 class LoopedModel(Protocol):
