@@ -1,4 +1,4 @@
-"""Products as other processors compute them: every kernel that this one can run, whichever it would choose."""
+"""Products and attention as other processors compute them: every kernel that this one can run, whichever it would choose."""
 
 import ctypes
 import shutil
@@ -10,17 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from depthbatch.worker.attention.backend import CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.layers import int8, linear, ops_torch
 from depthbatch.worker.layers.cpu import compile as building
 from depthbatch.worker.layers.cpu.library import Kernels
+from fakes.attention_cases import Case, decode_rows, geometries, int32, make_case, prefill_rows, widen
 
 AVX2 = "-march=x86-64-v3"
 VARIANTS = {
     "AVX2": (AVX2,),
     "AVX-512 without bf16 products": (AVX2, "-DGEMM_LANES=16"),  # in halves, where registers are of 8 lanes
+    "this processor without bf16 products": ("-march=native", "-mno-avx512bf16"),
     "AVX-VNNI": (AVX2, "-include", str(Path(__file__).parent / "avx_vnni_emulation.h")),
 }
+PACKED = tuple(name for name in VARIANTS if name != "AVX-VNNI")  # whose packed products and attention differ
 ROWS = range(1, 30)
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -41,7 +47,7 @@ def built(name: str) -> Kernels:
         return Kernels(ctypes.CDLL(str(target)))
 
 
-@pytest.mark.parametrize("variant", ["AVX2", "AVX-512 without bf16 products"])
+@pytest.mark.parametrize("variant", PACKED)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_packed_products(variant: str, dtype: torch.dtype, gated: bool) -> None:
@@ -60,7 +66,7 @@ def test_packed_products(variant: str, dtype: torch.dtype, gated: bool) -> None:
             assert torch.equal(product(x[:n]), alone[:n])
 
 
-@pytest.mark.parametrize("variant", ["AVX2", "AVX-512 without bf16 products"])
+@pytest.mark.parametrize("variant", PACKED)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_sum_is_one_chain_of_multiply_adds(variant: str, dtype: torch.dtype) -> None:
     """In the order of the inputs, rounded once a step; bf16 counts as the fp32 that it is. (fp64 rounds such a step nearly
@@ -96,3 +102,66 @@ def test_int8_products(variant: str, dtype: torch.dtype, gated: bool) -> None:
                 torch.testing.assert_close(ours, twin[:n])
             else:
                 assert torch.equal(ours, twin[:n])
+
+
+@pytest.mark.parametrize("variant", PACKED)
+@given(geometry=geometries(), seed=st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_attention_equals_oracle(variant: str, geometry: CacheGeometry, seed: int) -> None:
+    case = make_case(geometry, built(variant), seed)
+    rows = decode_rows(case, 1, seed)
+    real, inputs = rows.slots != 0, case.projections(len(rows.slots))
+    ours, exact = case.tested.decode(1, *inputs, rows), case.exact.decode(1, *widen(inputs), rows)
+    torch.testing.assert_close(ours[real].float(), exact[real], atol=case.tolerance, rtol=case.tolerance)
+    chunks = prefill_rows(case, 1, seed)
+    inputs = case.projections(len(chunks.positions))
+    ours, exact = case.tested.prefill(1, *inputs, chunks), case.exact.prefill(1, *widen(inputs), chunks)
+    torch.testing.assert_close(ours.float(), exact, atol=case.tolerance, rtol=case.tolerance)
+
+
+@pytest.mark.parametrize("variant", PACKED)
+@given(geometry=geometries(), seed=st.integers(0, 2**31), lengths=st.tuples(st.integers(1, 40), st.integers(0, 40)))
+@settings(max_examples=40, deadline=None)
+def test_a_prefilled_token_has_the_bits_of_a_decoded_one(
+    variant: str, geometry: CacheGeometry, seed: int, lengths: tuple[int, int]
+) -> None:
+    """In either type, after any number of cached tokens: how many queries share a tile shows in none of their sums."""
+    start = min(lengths[1], 4 * geometry.block_size - 1)
+    end = min(start + lengths[0], 4 * geometry.block_size)
+    together, alone = (make_case(geometry, built(variant), seed) for _ in range(2))
+    inputs = together.projections(end - start)
+    wanted = together.tested.prefill(1, *inputs, chunk(together, start, end))
+    for i in range(end - start):
+        row = DecodeRows(int32([5]), int32([start + i]), int32([0]), alone.block_tables)
+        assert torch.equal(alone.tested.decode(1, *(x[i : i + 1] for x in inputs), row)[0], wanted[i])
+
+
+@pytest.mark.parametrize("variant", PACKED)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_token_does_not_see_later_ones(variant: str, dtype: torch.dtype) -> None:
+    """Not even those of its own chunk, and if they are not a number."""
+    geometry = CacheGeometry(33, 16, 4, 2, 24, (1, 1), dtype, torch.device("cpu"))
+    clean, spoilt = (make_case(geometry, built(variant), 0) for _ in range(2))
+    inputs = clean.projections(30)
+    wanted = clean.tested.prefill(1, *inputs, chunk(clean, 0, 30))
+    inputs.k[19], inputs.v[19] = torch.nan, torch.nan
+    ours = spoilt.tested.prefill(1, *inputs, chunk(spoilt, 0, 30))
+    assert torch.equal(ours[:19], wanted[:19])
+    assert ours[19:].isnan().all()
+
+
+def chunk(case: Case, start: int, end: int) -> PrefillRows:
+    """Tokens start .. end - 1 of slot 5, in plane 0."""
+    length = end - start
+    return PrefillRows(
+        slots=int32([5]),
+        starts=int32([start]),
+        lengths=int32([length]),
+        cu_lengths=int32([0, length]),
+        token_slots=int32([5] * length),
+        positions=torch.arange(start, end, dtype=torch.int32),
+        plane=0,
+        block_tables=case.block_tables,
+        starts_host=(start,),
+        lengths_host=(length,),
+    )

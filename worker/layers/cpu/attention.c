@@ -8,7 +8,9 @@
 #include "vec.h"
 
 #define TILE 16
-#define MAX_RUN 8
+#define TILE_QUERIES 6 /* whose sums fit the registers of AVX2 */
+#define MAX_SUMS 8 /* of a query at a time, likewise */
+#define RUN_QUERIES 24 /* of a prefill run: they share each tile that is read, and stay in the first-level cache */
 #define PARALLEL_MIN_TOKENS 64 /* cached tokens over all rows and heads below which a second thread costs more than it saves */
 
 /* Physical block of `row` at logical block index `index`. */
@@ -23,28 +25,108 @@ INLINE int64_t tile_offset(const LayerArgs *layer, int64_t block, int64_t head) 
     return (block * layer->num_kv_heads + head) * layer->block_size * layer->head_dim;
 }
 
+INLINE int64_t smallest(int64_t a, int64_t b, int64_t c) {
+    const int64_t d = a < b ? a : b;
+    return d < c ? d : c;
+}
+
 /* Rows a thread takes at a time: half of what is left for it, at most 8. */
 INLINE int64_t decode_share(int64_t items) {
     const int64_t share = items / (2 * team_size());
     return share < 1 ? 1 : share > 8 ? 8 : share;
 }
 
-#ifdef __AVX512F__
-/* 16 accumulators -> their 16 sums, in one tree. */
-INLINE vf reduce_lanes(const __m512 *a) {
-    __m512 u[4];
+#ifdef __AVX2__
+/* Rows r[0..7] of 8 words -> columns. */
+INLINE void transpose_8x8(__m256i r[8]) {
+    __m256i t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        __m512 t0 = _mm512_add_ps(_mm512_unpacklo_ps(a[4 * i], a[4 * i + 1]), _mm512_unpackhi_ps(a[4 * i], a[4 * i + 1]));
-        __m512 t1 =
-            _mm512_add_ps(_mm512_unpacklo_ps(a[4 * i + 2], a[4 * i + 3]), _mm512_unpackhi_ps(a[4 * i + 2], a[4 * i + 3]));
-        u[i] = _mm512_add_ps(_mm512_shuffle_ps(t0, t1, 0x44), _mm512_shuffle_ps(t0, t1, 0xEE));
+        t[i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x20);
+        t[4 + i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x31);
     }
-    __m512 w0 = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xDD));
-    __m512 w1 = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xDD));
-    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(w0, w1, 0x88), _mm512_shuffle_f32x4(w0, w1, 0xDD));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i] = t[i];
 }
 #endif
+
+#define TILE_VECTORS (TILE / GEMM_LANES)
+
+/* scores [ROWS, TILE] = q [ROWS, dh] times keys [dh, TILE], ROWS a constant. The sum of two chains, one a half of the features:
+ * with few queries a chain takes as long as its steps wait for each other. */
+INLINE void tile_scores(const int ROWS, const float *q, const float *keys, int dh, float *scores) {
+    const int half = dh / 2, together = ROWS <= 2 ? 2 : 1; /* chains at a time */
+#pragma GCC unroll 2
+    for (int chain = 0; chain < 2; chain += together) {
+        vg acc[2][TILE_QUERIES][TILE_VECTORS] = {0};
+        for (int d = 0; d < half; d++)
+#pragma GCC unroll 2
+            for (int c = 0; c < together; c++) {
+                const int at = (chain + c) * half + d;
+                vg key[TILE_VECTORS];
+#pragma GCC unroll 2
+                for (int i = 0; i < TILE_VECTORS; i++) key[i] = load_g(keys + at * TILE + i * GEMM_LANES);
+#pragma GCC unroll 6
+                for (int r = 0; r < ROWS; r++) {
+                    const vg feature = splat_g(q[r * dh + at]);
+#pragma GCC unroll 2
+                    for (int i = 0; i < TILE_VECTORS; i++) acc[c][r][i] = multiply_add(key[i], feature, acc[c][r][i]);
+                }
+            }
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int i = 0; i < TILE_VECTORS; i++) {
+                float *to = scores + r * TILE + i * GEMM_LANES;
+                if (together == 2) store_g(to, acc[0][r][i] + acc[1][r][i]);
+                else store_g(to, chain ? load_g(to) + acc[0][r][i] : acc[0][r][i]);
+            }
+        __asm__ volatile("" ::: "memory"); /* the first chain's sums wait in memory, or they take the second's registers */
+    }
+}
+
+/* Scores of tokens first .. n - 1 of a tile become weights, the others 0; brings maximum m and sum l up to date. Returns what
+ * earlier sums are to be multiplied by. WHOLE, a constant: all 16 tokens. */
+INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, int first, int n, float scale) {
+    static const int32_t lane[TILE] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vg s[TILE_VECTORS];
+    vgi valid[TILE_VECTORS];
+#pragma GCC unroll 2
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        const vgi token = (vgi)load_words(lane + i * GEMM_LANES);
+        valid[i] = (token < n) & (token >= first);
+        s[i] = load_g(scores + i * GEMM_LANES) * scale;
+        if (!WHOLE) s[i] = blend_g(valid[i], s[i], splat_g(-INFINITY));
+    }
+    const float top = hmax_g(TILE_VECTORS == 2 ? max_g(s[0], s[TILE_VECTORS - 1]) : s[0]);
+    float shrink = 1.0f;
+    if (top > *m) {
+        shrink = *m == -INFINITY ? 0.0f : exp_g(splat_g(*m - top))[0];
+        *l *= shrink;
+        *m = top;
+    }
+    union { vg part[TILE_VECTORS]; vf whole; } weights;
+#pragma GCC unroll 2
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        weights.part[i] = exp_g(s[i] - *m);
+        if (!WHOLE) weights.part[i] = blend_g(valid[i], weights.part[i], (vg){0});
+        store_g(scores + i * GEMM_LANES, weights.part[i]);
+    }
+    *l += hsum(weights.whole);
+    return shrink;
+}
 
 #define T float
 #define NAME(x) x##_f32
@@ -53,6 +135,9 @@ INLINE vf reduce_lanes(const __m512 *a) {
 #define ROUND scalar_round_f32
 #define GET scalar_get_f32
 #define PUT scalar_put_f32
+#define PARTS 1
+#define OPERAND(words, part) ((vg)(words))
+#define WORDS(low, high) ((vgu)(low))
 #include "attention_impl.h"
 
 #define T bf16
@@ -65,6 +150,9 @@ INLINE vf reduce_lanes(const __m512 *a) {
 #ifdef __AVX512BF16__
 #define DOT_BF16 1
 #endif
+#define PARTS 2 /* of a word: its first, then its second bf16 */
+#define OPERAND(words, part) ((vg)((part) ? (words) & 0xffff0000u : (words) << 16))
+#define WORDS(low, high) (rounded_words(low) >> 16 | (rounded_words(high) & 0xffff0000u))
 #include "attention_impl.h"
 
 /* Whether the work is worth a second thread. */

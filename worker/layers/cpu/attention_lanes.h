@@ -96,12 +96,6 @@ INLINE void interleave_values(uint32_t *out, const bf16 *v, int n, int dh) {
         }
 }
 
-INLINE __m512bh broadcast_word(const void *p) {
-    int32_t word;
-    memcpy(&word, p, 4);
-    return (__m512bh)_mm512_set1_epi32(word);
-}
-
 /* One tile of n tokens from position `start`. */
 static void lanes_tile(Lanes *lanes, const bf16 *k, const bf16 *v, int64_t start, int n, int dh, float scale) {
     __m512 s[TILE];
@@ -109,7 +103,7 @@ static void lanes_tile(Lanes *lanes, const bf16 *k, const bf16 *v, int64_t start
     for (int i = 0; i < dh / 2; i++) {
         __m512bh q = (__m512bh)_mm512_load_si512(lanes->queries + i * LANES);
 #pragma GCC unroll 16
-        for (int t = 0; t < TILE; t++) s[t] = _mm512_dpbf16_ps(s[t], q, broadcast_word(k + t * dh + 2 * i));
+        for (int t = 0; t < TILE; t++) s[t] = _mm512_dpbf16_ps(s[t], q, (__m512bh)broadcast_word(k + t * dh + 2 * i));
     }
     vf top = lanes->m;
 #pragma GCC unroll 16
@@ -140,7 +134,7 @@ static void lanes_tile(Lanes *lanes, const bf16 *k, const bf16 *v, int64_t start
         for (int p = 0; p < TILE / 2; p++)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++)
-                acc[j] = _mm512_dpbf16_ps(acc[j], pairs[p], broadcast_word(lanes->values + p * dh + d + j));
+                acc[j] = _mm512_dpbf16_ps(acc[j], pairs[p], (__m512bh)broadcast_word(lanes->values + p * dh + d + j));
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) _mm512_store_ps(lanes->acc + (d + j) * LANES, acc[j]);
     }

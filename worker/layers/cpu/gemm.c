@@ -44,20 +44,6 @@ EXPORT void db_pack(char *packed, const char *weight, int64_t cols, int64_t k, i
 #define MAX_TILE_ROWS 6 /* times half a pair: 12 accumulators, two weights and two spare registers */
 #endif
 
-typedef float vg __attribute__((vector_size(4 * GEMM_LANES)));
-typedef uint32_t vgu __attribute__((vector_size(4 * GEMM_LANES)));
-
-INLINE vgu load_words(const void *p) {
-    vgu words;
-    memcpy(&words, p, sizeof(words));
-    return words;
-}
-INLINE vgu broadcast_word(const void *p) {
-    uint32_t word;
-    memcpy(&word, p, 4);
-    return (vgu){0} + word;
-}
-
 #define T float
 #define NAME(x) x##_f32
 #define STORE store_f32
@@ -65,7 +51,7 @@ INLINE vgu broadcast_word(const void *p) {
 #define K_STEP 1
 #define PARTS 1
 #define OPERAND(words, part) ((vg)(words))
-#define MULTIPLY_ADD(acc, w, x) ((acc) + (w) * (x))
+#define MULTIPLY_ADD(acc, w, x) multiply_add(w, x, acc)
 #include "gemm_store.h"
 #include "gemm_impl.h"
 
@@ -81,7 +67,7 @@ INLINE vgu broadcast_word(const void *p) {
 #else /* a word's first, then its second bf16 */
 #define PARTS 2
 #define OPERAND(words, part) ((vg)((part) ? (words) & 0xffff0000u : (words) << 16))
-#define MULTIPLY_ADD(acc, w, x) ((acc) + (w) * (x))
+#define MULTIPLY_ADD(acc, w, x) multiply_add(w, x, acc)
 #endif
 #include "gemm_store.h"
 #include "gemm_impl.h"

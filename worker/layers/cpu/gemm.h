@@ -19,13 +19,6 @@
 #else
 #define HAVE_GEMM 0
 #endif
-#ifndef GEMM_LANES /* else whoever builds this has chosen */
-#ifdef __AVX512F__
-#define GEMM_LANES 16 /* of a register */
-#else
-#define GEMM_LANES 8
-#endif
-#endif
 
 #define PAIR_COLUMNS 32
 #define PARALLEL_MIN_PRODUCTS (1 << 20) /* some 30 us of one thread: to wake others for less costs more than they bring */
