@@ -77,7 +77,7 @@ def test_chunks_equal_one_prefill(geometry: CacheGeometry, seed: int, cut: float
     """A prompt in two chunks gives the bits of the prompt in one, and in fp32 so does its last token as a decode step.
 
     The three paths share no bookkeeping (run length, cached prefix, rows_share_slots), so equal bits are not luck. In
-    bf16 prefill has a kernel of its own, which sums in another order than decode.
+    bf16 prefill may have a kernel of its own, which sums in another order than decode.
     """
     whole, chunked, decoded = (make_case(geometry, kernels_for("c"), seed) for _ in range(3))
     length = max(2, int(cut * 4 * geometry.block_size))

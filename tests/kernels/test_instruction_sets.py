@@ -17,7 +17,7 @@ from depthbatch.worker.attention.backend import CacheGeometry, DecodeRows, Prefi
 from depthbatch.worker.layers import int8, linear, ops_torch
 from depthbatch.worker.layers.cpu import compile as building
 from depthbatch.worker.layers.cpu.library import Kernels
-from fakes.attention_cases import Case, decode_rows, geometries, int32, make_case, prefill_rows, widen
+from fakes.attention_cases import Case, Projections, decode_rows, geometries, int32, make_case, prefill_rows, widen
 
 AVX2 = "-march=x86-64-v3"
 VARIANTS = {
@@ -141,13 +141,15 @@ def test_a_prefilled_token_has_the_bits_of_a_decoded_one(
 def test_a_token_does_not_see_later_ones(variant: str, dtype: torch.dtype) -> None:
     """Not even those of its own chunk, and if they are not a number."""
     geometry = CacheGeometry(33, 16, 4, 2, 24, (1, 1), dtype, torch.device("cpu"))
-    clean, spoilt = (make_case(geometry, built(variant), 0) for _ in range(2))
-    inputs = clean.projections(30)
-    wanted = clean.tested.prefill(1, *inputs, chunk(clean, 0, 30))
-    inputs.k[19], inputs.v[19] = torch.nan, torch.nan
-    ours = spoilt.tested.prefill(1, *inputs, chunk(spoilt, 0, 30))
-    assert torch.equal(ours[:19], wanted[:19])
-    assert ours[19:].isnan().all()
+    case = make_case(geometry, built(variant), 0)
+    inputs, rows = case.projections(30), chunk(case, 0, 30)
+    wanted = case.tested.prefill(1, *inputs, rows)
+    for later in range(17, 30):
+        spoilt = Projections(*(x.clone() for x in inputs))
+        spoilt.k[later], spoilt.v[later] = torch.nan, torch.nan
+        ours = case.tested.prefill(1, *spoilt, rows)
+        assert torch.equal(ours[:later], wanted[:later])
+        assert ours[later:].isnan().all()
 
 
 def chunk(case: Case, start: int, end: int) -> PrefillRows:

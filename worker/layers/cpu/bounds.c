@@ -7,15 +7,11 @@ EXPORT int64_t db_read(const char *from, int64_t bytes) {
 #pragma omp parallel for schedule(static) reduction(+ : sum)
     for (int64_t page = 0; page < bytes / 4096; page++) {
         const char *at = from + page * 4096;
-        vi a = {0}, b = {0};
-        for (int i = 0; i < 4096; i += 128) {
-            vi x, y;
-            memcpy(&x, at + i, 64);
-            memcpy(&y, at + i + 64, 64);
-            a ^= x;
-            b ^= y;
-        }
-        sum += (a ^ b)[0];
+        vgu words[4] = {0}; /* registers, not longer vectors: those would be held up by the stack rather than by memory */
+        for (int i = 0; i < 4096; i += sizeof(words))
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) words[r] ^= load_words(at + i + r * sizeof(vgu));
+        sum += (words[0] ^ words[1] ^ words[2] ^ words[3])[0];
     }
     return sum;
 }
