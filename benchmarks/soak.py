@@ -81,7 +81,7 @@ class Soak:
         requests = requests_of(args.workload, args.capacity_requests, args.most_tokens, args.seed)
         start_s = time.perf_counter()
         await self._send(requests, float("inf"), 2 * args.max_num_seqs, args.seed)
-        return args.capacity_requests / (time.perf_counter() - start_s)
+        return float(args.capacity_requests / (time.perf_counter() - start_s))
 
     async def run(self, rate: float) -> list[dict[str, Any]]:
         """A row for each minute (``--minute-s`` seconds) of its arrivals; a minute's last answers may come in the next one."""
