@@ -56,6 +56,12 @@ def lane_of(slots: Any, positions: Any, width: int, lanes: int) -> Any:
     return slots + positions % lanes * width
 
 
+def lanes_of_a_slot(draft_lanes: int) -> int:
+    """With drafts one for the head, one for each draft lane, and one for a row whose final readout is on its way: it runs no
+    more, and the next draft does not wait until it is known."""
+    return draft_lanes + 2 if draft_lanes else 1
+
+
 class Stage(IntEnum):
     """What the worker can run."""
 

@@ -5,7 +5,7 @@ Prompts are cut where a batch is full; those whose K/V depend on where are cut a
 
 import numpy as np
 
-from depthbatch.common.frames import Int32Array
+from depthbatch.common.frames import Int32Array, lanes_of_a_slot
 from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
 from depthbatch.scheduler.kv_blocks import BlockPool, PrefixCache, PrefixCachingPool, SlotPool
 from depthbatch.scheduler.kv_events import KvEvents
@@ -32,7 +32,7 @@ class Admission:
         self._config = config
         self._reserve_all = config.preemption == "off"
         self._headroom = int(np.ceil(config.kv_headroom * config.usable_blocks))
-        self.rows = RowState(config.max_num_seqs, config.max_blocks_per_seq, 1 + config.draft_lanes)
+        self.rows = RowState(config.max_num_seqs, config.max_blocks_per_seq, lanes_of_a_slot(config.draft_lanes))
         self.chains = Chains(config, self.rows) if config.draft_lanes else None
         self.blocks = BlockPool(config.num_blocks)
         self.prefixes: PrefixCache | None = None

@@ -275,24 +275,28 @@ class Scheduler:
         chains, tokens = self.admission.chains, np.frombuffer(result.token_ids, "<i4")
         assert chains is not None
         committed = chains.take(rows, tokens, split_rows(result.logprobs, tokens.size) if result.logprobs else [])
-        for request, token, depth, logprobs, right in committed:
-            request.output.append(token)
+        events = self._requests.events
+        for request, token, depth, logprobs, accepted, rejected in committed:
+            output = request.output
+            output.append(token)
             request.depths.append(depth)
-            reason = finish_reason(request)
-            logprobs = logprobs if request.params.logprobs else b""
-            if reason is not None:
-                self._finish(request, token, depth, reason, logprobs)
-            else:
-                event = TokenEvent(
-                    request.request_id,
-                    (token,),
-                    (depth,),
-                    logprobs=logprobs,
-                    accepted_drafts=int(right is True),
-                    rejected_drafts=int(right is False),
-                )
-                self._requests.events.append(event)
-        return tuple([each.depth for each in committed])
+            if logprobs and not request.params.logprobs:
+                logprobs = b""
+            if token in request.stop_ids or len(output) >= request.limit:
+                reason = finish_reason(request)
+                if reason is not None:
+                    self._finish(request, token, depth, reason, logprobs)
+                    continue
+            event = TokenEvent(
+                request.request_id,
+                (token,),
+                (depth,),
+                logprobs=logprobs,
+                accepted_drafts=accepted,
+                rejected_drafts=rejected,
+            )
+            events.append(event)
+        return tuple([depth for _, _, depth, *_ in committed])
 
     def _finish(self, request: Request, token: int, depth: int, reason: FinishReason, logprobs: bytes) -> None:
         if request.state is State.ACTIVE:  # a stop token: what was dispatched since is wasted

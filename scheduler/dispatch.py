@@ -101,23 +101,27 @@ class Dispatch:
     def _chained_coda(self, chains: Chains, now: float, limit: DraftLimit | None) -> ScheduledStage:
         """Rows of Q_C, HELD rows whose planes are to be filled, and tails that are read for a draft."""
         rows, admission = self._rows, self._admission
-        finals = rows.in_phase(EXITED)
-        extra = np.union1d(admission.tails(limit), chains.unfilled())
+        finals, extra, unfilled = rows.in_phase(EXITED), admission.tails(limit), chains.unfilled()
+        extra = np.union1d(extra, unfilled) if unfilled.size else np.sort(extra)
         lanes = np.concatenate([finals, extra])
         loops = rows.loop.take(lanes)
-        aux = np.where((rows.phase.take(lanes) == READY) | (rows.phase.take(lanes) == BLOCKED), -loops, loops)
+        phase = rows.phase.take(lanes)
+        aux = np.where((phase == READY) | (phase == BLOCKED), -loops, loops)
         step, frame = self._decode(Stage.CODA, lanes, now, aux, coda_variant(rows, lanes))
         plain, record = chains.begin_coda(finals, extra)
-        row_of = np.searchsorted(lanes[: finals.size], plain)  # Q_C is in the order of lanes
         requests: list[Request | None] = [None] * lanes.size
-        for row, slot in zip(row_of.tolist(), rows.slot.take(plain).tolist(), strict=True):
-            request = self._request_at(slot)
-            requests[row] = request
-            request.dispatched += 1
+        last: SlotArray = plain
+        if plain.size:
+            row_of = np.searchsorted(finals, plain)  # Q_C is in the order of lanes
+            for row, slot in zip(row_of.tolist(), rows.slot.take(plain).tolist(), strict=True):
+                request = self._request_at(slot)
+                requests[row] = request
+                request.dispatched += 1
+            last = rows.begin_coda(plain)
         step.requests, step.depths, step.chained = tuple(requests), tuple(loops.tolist()), record
         step.blocks_next = bool(record.final.any())  # are the lanes behind a final readout right?
-        for lane in rows.begin_coda(plain).tolist():
-            self._requests.drain(self._request_at(int(rows.slot[lane])))
+        for slot in rows.slot.take(last).tolist():
+            self._requests.drain(self._request_at(slot))
         return self._send(step, frame)
 
     def prelude(self, now: float) -> ScheduledStage | None:

@@ -21,7 +21,8 @@ What keeps the output what it would be without drafts (each rule has a test that
 * Where coda has layers, a lane is read for good in a later coda than the one ahead: the K/V of these layers must be
   final for all earlier positions. Until then it is HELD.
 * A chain never spans more than L positions, counted from the oldest token that is not known, so that no draft takes the
-  lane in which a final readout has left its token.
+  lane in which a final readout has left its token. L is two more than draft lanes: a row that is read for good runs no
+  more, so the same coda may read the last row for a draft.
 * Late results of a lane that was dropped are void: its epoch has passed.
 * Requests whose tokens depend on more than logits, seed and position (penalties, bias, bad words, grammars) have no
   drafts.
@@ -29,8 +30,10 @@ What keeps the output what it would be without drafts (each rule has a test that
 Drafts take what is left: rows up to the largest bucket, blocks that nobody waits for. A draft never preempts anything.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import repeat
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,13 +51,18 @@ from depthbatch.scheduler.rows import (
     PREFILLING,
     READ,
     READY,
+    Phase,
     RowState,
     SlotArray,
 )
 
+BoolArray = npt.NDArray[np.bool_]
 _UNKNOWN = -1  # a token that no result has brought yet
+_NO_STOP, _MANY_STOPS = -2, -3  # of a request whose stop tokens are not one
 _NO_LANES = np.zeros(0, np.intp)
 _EVERY_LOOP = np.iinfo(np.int32).max
+# by phase: the row may be read for a draft; it runs no more once the next coda is dispatched
+_READABLE, _LEAVES = np.isin(Phase, (READY, BLOCKED, HELD)), np.isin(Phase, (EXITED, READ))
 
 
 class Committed(NamedTuple):
@@ -64,7 +72,8 @@ class Committed(NamedTuple):
     token: int
     depth: int
     logprobs: bytes
-    right: bool | None  # the draft that stood for it, if there was one
+    accepted: int  # 1: a draft stood for it, and was right
+    rejected: int  # or wrong
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +101,7 @@ class Chains:
         self._ahead[0] = 0
         self._slots = np.arange(1, width + 1)
         self._offsets = np.arange(rows.lanes)[:, None]
+        self._ahead_of_base = np.arange(rows.lanes + 1)[:, None]
         self.guess = np.zeros(size, np.bool_)  # the input is not certain
         self._follows = np.zeros(size, np.bool_)  # the position before is on its way, too
         self._filled = np.zeros(size, np.bool_)  # every plane of its K/V is written
@@ -102,6 +112,7 @@ class Chains:
         self._base = np.zeros(width + 1, np.int64)  # position of the oldest token that is not known
         self._tail = np.zeros(width + 1, np.int64)
         self._drafts = np.zeros(width + 1, np.bool_)  # the request may have drafts
+        self._stop = np.full(width + 1, _NO_STOP, np.int64)  # its stop token
         self.chained = 0  # lanes that follow another
         self.started = np.zeros(config.r_max + 1, np.int64)  # drafts by the loops they were read after
         self.right = np.zeros(config.r_max + 1, np.int64)
@@ -114,6 +125,8 @@ class Chains:
         slot = request.slot
         self._base[slot] = self._tail[slot] = request.computed
         self._drafts[slot] = request.may_have_drafts
+        stops = request.stop_ids
+        self._stop[slot] = _NO_STOP if not stops else _MANY_STOPS if len(stops) > 1 else next(iter(stops))
         self._start(np.array([self._rows.lane(slot, request.computed)]), False, 0)
 
     def end(self, slot: int) -> None:
@@ -134,22 +147,39 @@ class Chains:
     # --- what may be read
 
     def tails(self, limit: DraftLimit | None) -> SlotArray:
-        """Lanes that may be read for a draft now; those of the oldest requests where there are not rows for all."""
+        """Lanes that the next coda may read for a draft; those of the oldest requests where there are not rows for all. A
+        chain is as long as it will be once that coda is dispatched: rows that are read for good by then run no more."""
         rows = self._rows
         if limit is None or not limit.lanes:
             return _NO_LANES
-        slots = np.flatnonzero(self._drafts)
-        tail = self._tail[slots]
+        slots = self._drafts.nonzero()[0]
+        tail = self._tail.take(slots)
         lanes: SlotArray = lane_of(slots, tail, rows.width, rows.lanes)
-        phase = rows.phase.take(lanes)
-        may = ((phase == READY) | (phase == BLOCKED) | (phase == HELD)) & (rows.loop.take(lanes) >= limit.depth)
-        may &= (tail - self._base[slots] < min(limit.lanes, rows.lanes - 1)) & (tail < rows.last_position.take(lanes))
-        lanes = lanes[may]
-        room = self._most_rows - rows.width  # every slot may need a row
-        if lanes.size > room - (rows.phase.size - 1 - rows.count[FREE] - rows.sequences):
-            room -= self._spoken_for()
-            lanes = lanes[np.argsort(rows.order[lanes], kind="stable")[: max(room, 0)]]
-        return lanes
+        may = _READABLE.take(rows.phase.take(lanes))
+        may &= rows.loop.take(lanes) >= limit.depth
+        may &= tail < rows.last_position.take(lanes)
+        may &= tail - self._base.take(slots) < rows.lanes - 1
+        may &= self._draft_lanes(slots, limit.lanes) < limit.lanes
+        if not self._has_rows_for(rows.lanes - 2):
+            room = self._most_rows - rows.width - self._spoken_for()  # every slot may need a row
+            if np.count_nonzero(may) > room:
+                lanes = lanes[may]
+                return lanes[np.argsort(rows.order[lanes], kind="stable")[: max(room, 0)]]
+        return lanes[may]
+
+    def _has_rows_for(self, draft_lanes: int) -> bool:
+        """A stage can have so many of every slot."""
+        return self._most_rows >= self._rows.width * (1 + draft_lanes)
+
+    def _draft_lanes(self, slots: SlotArray, most: int) -> npt.NDArray[np.int64]:
+        """Draft lanes of each chain once the next coda is dispatched. Where not all can have as many as they may (``most``), the
+        result of that coda comes first: a draft whose chain turns out to be wrong would have had a row that another lacks."""
+        rows = self._rows
+        out = self._tail.take(slots) - self._base.take(slots)
+        if (rows.count[READ] or rows.count[EXITED]) and self._has_rows_for(most):
+            leaving = _LEAVES.take(rows.phase[1:]).reshape(rows.lanes, rows.width).sum(axis=0)
+            out -= leaving.take(slots - 1)
+        return out
 
     def _spoken_for(self) -> int:
         """Rows beyond one a slot that stages after the next coda may run. Those whose final readout is dispatched, or is
@@ -164,6 +194,8 @@ class Chains:
     def within_blocks(self, lanes: SlotArray, free: int) -> SlotArray:
         """Of these tails those whose successor has a block, or gets one of the ``free`` ones."""
         rows = self._rows
+        if not lanes.size or lanes.size <= free:
+            return lanes
         need = rows.position.take(lanes) + 1 >= rows.num_blocks[rows.slot.take(lanes)] * self._block_size
         return lanes[~need | (need.cumsum() <= free)]
 
@@ -177,8 +209,7 @@ class Chains:
         rows = self._rows
         exited = rows.in_phase(EXITED)
         slots = rows.slot.take(exited)
-        tail = self._tail[slots]
-        last = (rows.position.take(exited) == tail) & (tail - self._base[slots] < lanes)
+        last = (rows.position.take(exited) == self._tail[slots]) & (self._draft_lanes(slots, lanes) < lanes)
         return int(np.count_nonzero(last | ~self.guess[exited]))
 
     def stalled(self) -> int:
@@ -248,8 +279,7 @@ class Chains:
         index = np.concatenate([np.flatnonzero(apart), finals.size + np.arange(extra.size)])
         plain, finals = finals[~apart], finals[apart]
         rows.move(finals, EXITED, READ)
-        for lane in finals[~self.guess[finals]].tolist():
-            self._dispatch_certain(lane)
+        self._dispatched(rows.slot[finals[~self.guess[finals]]], repeat(1))
         self._fill(np.concatenate([plain, finals, extra[rows.phase[extra] == HELD]]))
         read = np.concatenate([finals, extra])
         final = np.arange(read.size) < finals.size
@@ -274,8 +304,7 @@ class Chains:
         waiting = rows.in_phase(DECODE)
         waiting = waiting[self.guess[waiting]]
         missing = waiting[rows.position[waiting] >= rows.num_blocks[rows.slot[waiting]] * self._block_size]
-        for lane in missing.tolist():
-            self._cut(lane)
+        self._cut(missing)
         return missing.size
 
     # --- results
@@ -283,77 +312,91 @@ class Chains:
     def take(self, record: CodaRows, tokens: npt.NDArray[np.int32], logprobs: list[bytes]) -> list[Committed]:
         """What a coda has said; returns the tokens that are certain now, in order. ``tokens`` of the whole
         batch, as is ``logprobs`` where there are any."""
-        rows, out = self._rows, list[Committed]()
+        rows = self._rows
         current = rows.epoch[record.lanes] == record.epochs
         heirs = current & (record.successors > 0)
         self._input[record.successors[heirs]] = tokens[record.index[heirs]]
         read = current & record.final
         lanes = record.lanes[read]
+        if not lanes.size:
+            return []
         self._said[lanes] = tokens[record.index[read]]
         if logprobs:
             self._logprobs |= zip(
                 lanes.tolist(), [logprobs[index] for index in record.index[read].tolist()], strict=True
             )
-        certain: SlotArray = lanes[~self.guess[lanes]]
-        while certain.size:
-            certain = self._commit(certain, out)
-        return out
+        heads = lanes[~self.guess[lanes]]
+        return self._commit(rows.slot[heads]) if heads.size else []
 
-    def _commit(self, lanes: SlotArray, out: list[Committed]) -> SlotArray:
-        """Rows that are certain and whose result is known, each the oldest of its sequence, become tokens. Returns the
-        rows that have come to be so by that."""
-        rows, requests = self._rows, []
-        tokens, slots = self._said[lanes], rows.slot[lanes]
-        said, depths = tokens.tolist(), rows.loop[lanes].tolist()
-        goes_on = rows.position[lanes] < rows.last_position[lanes]
-        for index, slot in enumerate(slots.tolist()):
-            request = rows.request[slot]
-            assert request is not None
-            requests.append(request)
-            if said[index] in request.stop_ids:
-                goes_on[index] = False  # whoever publishes it ends the request, and with it the chain
-        verdicts: list[bool | None] = [None] * lanes.size
-        following, depth, right = self._advance(lanes[goes_on], slots[goes_on], tokens[goes_on])
-        for index, read_after, was_right in zip(
-            np.flatnonzero(goes_on).tolist(), depth.tolist(), right.tolist(), strict=True
-        ):
-            if read_after:
-                verdicts[index] = was_right
-        logprobs = [self._logprobs.pop(lane, b"") for lane in lanes.tolist()] if self._logprobs else [b""] * lanes.size
-        out.extend(map(Committed, requests, said, depths, logprobs, verdicts))
-        certain: SlotArray = following[right]
-        certain = certain[rows.phase[certain] == READ]
-        for lane in certain.tolist():
-            self._dispatch_certain(lane)
-        heard: SlotArray = certain[self._said[certain] != _UNKNOWN]
-        return heard
+    def _commit(self, slots: SlotArray) -> list[Committed]:
+        """Sequences whose oldest token is known: it, and all that follow from it, become tokens, of each sequence in order.
 
-    def _advance(
-        self, lanes: SlotArray, slots: SlotArray, tokens: SlotArray
-    ) -> tuple[SlotArray, Int32Array, npt.NDArray[np.bool_]]:
-        """The oldest rows of these sequences are done: the next ones are certain, or wrong, or have to be started.
-        Returns, each [rows], the next ones, the loops after which their draft was read (0 = no draft), and which are right."""
+        Arrays below are [L + 1, sequences], by position from the oldest on; the last one has no lane of its own yet.
+        """
         rows = self._rows
-        positions = rows.position[lanes] + 1
-        following: SlotArray = lane_of(slots, positions, rows.width, rows.lanes)
-        there = self._tail[slots] >= positions
-        right = there & (self._input[following] == tokens)
-        depth = np.where(there, self._draft_depth[following], 0)
-        drafts = depth > 0
-        self.right += np.bincount(depth[drafts & right], minlength=self.right.size)
-        self.wrong += np.bincount(depth[drafts & ~right], minlength=self.wrong.size)
-        rows.drop(lanes, READ)
-        self._base[slots] = positions
-        self._follows[following[right]] = self.guess[following[right]] = False
-        self.chained -= int(np.count_nonzero(right))
-        for lane in following[there & ~right].tolist():
-            self._cut(lane)
-        anew = following[~right]
-        if anew.size:
-            self._tail[slots[~right]] = positions[~right]
-            rows.carry(anew, positions[~right])
-            self._start(anew, False, 0)
-        return following, depth, right
+        positions = self._base[slots] + self._ahead_of_base
+        lanes: SlotArray = lane_of(slots, positions, rows.width, rows.lanes)
+        said = self._said[lanes]
+        there = positions <= self._tail[slots]
+        right = there.copy()
+        right[1:] &= self._input[lanes[1:]] == said[:-1]
+        goes_on = positions < rows.last_position[slots]
+        goes_on &= ~self._stops(slots, said)  # whoever publishes such a token ends the request, and with it the chain
+        known = right & (rows.phase[lanes] == READ) & (said != _UNKNOWN)
+        known[1:] &= goes_on[:-1]
+        known = np.logical_and.accumulate(known)
+        done = known & goes_on  # they leave, and the next position is certain
+        followed = done[:-1]
+        depth = np.where(followed & there[1:], self._draft_depth[lanes[1:]], 0)
+        accepted, rejected = (depth > 0) & right[1:], (depth > 0) & ~right[1:]
+        self.right += np.bincount(depth[accepted], minlength=self.right.size)
+        self.wrong += np.bincount(depth[rejected], minlength=self.wrong.size)
+        order, position = known.T.nonzero()
+        each = lanes[position, order]
+        committed = list(
+            map(
+                Committed,
+                cast(list[Request], [rows.request[slot] for slot in slots[order].tolist()]),
+                said[position, order].tolist(),
+                rows.loop[each].tolist(),
+                [self._logprobs.pop(lane, b"") for lane in each.tolist()] if self._logprobs else repeat(b""),
+                accepted[position, order].view(np.int8).tolist(),
+                rejected[position, order].view(np.int8).tolist(),
+            )
+        )
+
+        self._advance(slots, lanes, done, right, there)
+        return committed
+
+    def _advance(self, slots: SlotArray, lanes: SlotArray, done: BoolArray, right: BoolArray, there: BoolArray) -> None:
+        """The rows that are ``done`` leave; behind the last of a sequence there is a row that is certain now, or one that is
+        wrong, or none. Arrays as in ``_commit``; ``right``: the row is there, and its input is what the one ahead says."""
+        rows = self._rows
+        certain, anew = np.zeros_like(done), np.zeros_like(done)
+        certain[1:] = done[:-1] & right[1:]
+        anew[1:] = done[:-1] & ~right[1:]
+        self._dispatched(slots, np.count_nonzero(certain & (rows.phase[lanes] == READ), axis=0).tolist())
+        each = lanes[certain]
+        self._follows[each] = self.guess[each] = False
+        self.chained -= each.size
+        rows.drop(lanes[done], READ)
+        self._base[slots] += np.count_nonzero(done, axis=0)
+        self._cut(lanes[np.logical_or.accumulate(anew) & there])
+        if anew.any():
+            each, first = lanes[anew], self._base[rows.slot[lanes[anew]]]
+            self._tail[rows.slot[each]] = first
+            rows.carry(each, first)
+            self._start(each, False, 0)
+
+    def _stops(self, slots: SlotArray, said: npt.NDArray[np.int64]) -> BoolArray:
+        """Which tokens [positions, sequences] are stop tokens of their sequence."""
+        stop = self._stop[slots]
+        stops: BoolArray = said == stop
+        for column in (stop == _MANY_STOPS).nonzero()[0].tolist():
+            request = self._rows.request[slots[column]]
+            assert request is not None
+            stops[:, column] = [token in request.stop_ids for token in said[:, column].tolist()]
+        return stops
 
     # --- lanes
 
@@ -391,25 +434,24 @@ class Chains:
             held = rows.in_phase(HELD)
             rows.move(held[np.isin(self._ahead[held], finals)], HELD, EXITED)
 
-    def _dispatch_certain(self, lane: int) -> None:
-        """A certain row's final readout is on its way."""
-        request = self._rows.request[self._rows.slot[lane]]
-        assert request is not None
-        request.dispatched += 1
+    def _dispatched(self, slots: SlotArray, counts: Iterable[int]) -> None:
+        """The final readouts of so many certain rows of each slot are on their way."""
+        requests = self._rows.request
+        for slot, count in zip(slots.tolist(), counts, strict=False):
+            if count:
+                request = requests[slot]
+                assert request is not None
+                request.dispatched += count
 
-    def _detach(self, lane: int) -> None:
-        if self._follows[lane]:
-            self._follows[lane] = False
-            self.chained -= 1
-
-    def _cut(self, lane: int) -> None:
-        """Drops a row and all that follow it."""
+    def _cut(self, lanes: SlotArray) -> None:
+        """Drops rows, of each sequence one and all that follow it."""
+        if not lanes.size:
+            return
         rows = self._rows
-        slot, first = int(rows.slot[lane]), int(rows.position[lane])
-        for position in range(first, int(self._tail[slot]) + 1):
-            each = rows.lane(slot, position)
-            self._detach(each)
-            self.guess[each] = False
-            self._logprobs.pop(each, None)
-            rows.drop(np.array([each]), int(rows.phase[each]))
-        self._tail[slot] = first - 1
+        self.chained -= int(np.count_nonzero(self._follows[lanes]))
+        self._follows[lanes] = self.guess[lanes] = False
+        if self._logprobs:
+            for lane in lanes.tolist():
+                self._logprobs.pop(lane, None)
+        np.subtract.at(self._tail, rows.slot[lanes], 1)
+        rows.drop(lanes)

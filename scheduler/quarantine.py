@@ -12,6 +12,7 @@ runs alone. Where a rebuild decodes all of an output again (KV layouts whose loo
 
 from collections.abc import Iterable
 
+from depthbatch.common.frames import lanes_of_a_slot
 from depthbatch.scheduler.inflight import InFlight
 from depthbatch.scheduler.requests import Request, State, WaitingQueue
 
@@ -21,7 +22,7 @@ class Quarantine:
 
     def __init__(self, waiting: WaitingQueue, draft_lanes: int) -> None:
         self._waiting = waiting
-        self._ahead = 1 + draft_lanes  # tokens that may be on their way behind those that are dispatched
+        self._ahead = lanes_of_a_slot(draft_lanes)  # tokens that may be on their way behind those that are dispatched
         self._implicated: dict[int, Request] = {}
 
     def __bool__(self) -> bool:

@@ -192,9 +192,15 @@ class RowState:
         self.position[lanes] = positions
         self.epoch[lanes] += 1
 
-    def drop(self, lanes: SlotArray, phase: int) -> None:
-        """Tokens in a queue are no longer on their way; whatever comes back for them is void."""
-        self.move(lanes, phase, FREE)
+    def drop(self, lanes: SlotArray, phase: int | None = None) -> None:
+        """Tokens, in a queue or (None) in any, are no longer on their way; whatever comes back for them is void."""
+        if phase is not None:
+            self.move(lanes, phase, FREE)
+        else:
+            for source, count in enumerate(np.bincount(self.phase[lanes]).tolist()):
+                self.count[source] -= count
+            self.phase[lanes] = FREE
+            self.count[FREE] += lanes.size
         self.epoch[lanes] += 1
 
     def start_token(self, slots: SlotArray) -> None:

@@ -16,6 +16,7 @@ import torch
 from depthbatch.common import fault_points
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError, ModelError
+from depthbatch.common.frames import lanes_of_a_slot
 from depthbatch.common.gates import GATE_BY_LABEL, HEAD_THRESHOLD, Gate
 from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_layout import KVLayout
@@ -183,7 +184,7 @@ def _with_memory(
         windows=spec.windows,
         kv_cache_dtype=KVCacheDtype(config.kv_cache_dtype),
     )
-    lanes = 1 + config.draft_lanes_under(layout, spec.r_max)
+    lanes = lanes_of_a_slot(config.draft_lanes_under(layout, spec.r_max))
     slots = SlotState(config.max_num_seqs, plan.max_blocks, spec, device, lanes)
     make_stages = Stages if ranks is None else ranks.stages
     stages = make_stages(model, select_backend(geometry, backend), slots, layout)

@@ -8,7 +8,7 @@ import torch
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import logprob_fields, prefill_words
+from depthbatch.common.frames import lanes_of_a_slot, logprob_fields, prefill_words
 from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.common.kv_layout import KVLayout, swap_blocks
 from depthbatch.worker.attention.select import default_block_size
@@ -44,15 +44,17 @@ class BesideKV(NamedTuple):
 def beside_kv(config: EngineConfig, spec: ModelSpec, device: torch.device) -> BesideKV:
     """What a worker of these options has beside weights and KV cache at its peak; ``spec``: of one rank."""
     width, length = config.max_num_seqs, config.max_model_len or spec.max_positions
-    lanes = 1 + (config.draft_lanes or 0)
-    rows = most_rows(width, lanes)
+    drafts = config.draft_lanes or 0
+    rows = most_rows(width, 1 + drafts)
     prompt_tokens = min(config.max_num_batched_tokens, width * length)
     columns = logprob_fields(num_likeliest(spec.vocab_size))
     captured = device.type == "cuda"  # a buffer for each size, else one for all
     decode_rows = sum(bucket_sizes(rows)) if captured else rows
     staged = config.max_num_batched_tokens if captured else prompt_tokens
     return BesideKV(
-        slots=SlotState.bytes_needed(width, -(-length // _block_size(config, spec, device)), spec, lanes),
+        slots=SlotState.bytes_needed(
+            width, -(-length // _block_size(config, spec, device)), spec, lanes_of_a_slot(drafts)
+        ),
         logits=rows * spec.vocab_size * LOGIT_BYTES,
         decode_frames=decode_rows * (2 * DecodeBuffers.bytes_a_row(0) + DecodeBuffers.bytes_a_row(columns)),
         prefill=prompt_tokens * ACTIVATION_WIDTH * spec.hidden_size * spec.dtype.itemsize

@@ -22,6 +22,7 @@ from depthbatch.common.frames import (
     Int32Array,
     SlotParamRows,
     Stage,
+    lanes_of_a_slot,
 )
 from depthbatch.common.gates import Gate
 from depthbatch.common.kv_layout import KVLayout, swap_blocks
@@ -107,7 +108,7 @@ class SimulatedRunner:
             r_max=info.r_max,
             vocab_size=info.vocab_size,
             buckets=info.buckets,
-            lanes=1 + info.draft_lanes,
+            lanes=lanes_of_a_slot(info.draft_lanes),
             host_blocks=info.host_blocks,
         )
         self._block_bytes = info.kv_bytes_per_token * info.block_size

@@ -170,6 +170,11 @@ class StageCosts:
         if core is not None and coda is not None and prelude is not None:
             self.decode = DecodeCosts(core[0], core[-1], coda[0] + prelude[0], coda[-1] + prelude[-1])
 
+    def delta(self, stage: Stage) -> float | None:
+        """Seconds that a stage takes however few rows it has; None before it is known."""
+        coefficients = self._fits[stage].coefficients
+        return None if coefficients is None else coefficients[0]
+
     def row_costs(self, context: float) -> RowCosts | None:
         """What one more row with ``context`` tokens costs; None before it is known."""
         core, coda, prelude = (self._fits[stage].coefficients for stage in (Stage.CORE, Stage.CODA, Stage.PRELUDE))

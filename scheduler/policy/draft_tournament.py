@@ -4,19 +4,19 @@ What is minimised: seconds a token of S active sequences. A candidate is (lanes 
 most n draft lanes, and any coda that runs reads its last row for a draft if that has run d loops. A coda is asked for by heads
 that have exited and by chains of fewer than m draft lanes whose last row may be read, so that of n lanes the last n - m start for the price of their rows.
 Boundary stages (coda + prelude) come e core steps after the last ones at the soonest. n = 0 is to run without drafts. On
-instances small enough for value iteration the best candidate is within 1 % of the optimum (tests/policy); without m it is up
+instances small enough for value iteration the best candidate is within 1.4 % of the optimum (tests/policy); without m it is up
 to 11 % off where a boundary costs more than a core step. The time per token is
 
-    (core steps * core + lanes run * core_row + boundaries * boundary
-     + coda rows * coda_row + prelude rows * prelude_row) / tokens,
+    (core steps * core + lanes run * core_row + codas * coda + coda rows * coda_row
+     + preludes * prelude + prelude rows * prelude_row) / tokens,
 
 linear in counts that depend on depths, acceptance and the rules of chains alone. So the counts are played, in a small
 simulation, and the fitted costs are applied when a verdict is asked for. A cost that changes needs no new play.
 
 All candidates see the same traffic. The exit depth at position p of a sequence is one of the successive depths its slot had
 lately, and a draft of position p that was read after d loops is right iff u_p < acceptance[d], with one number u_p a position:
-what a shallow read knows, a deeper one knows, too. Between two boundaries every row runs a loop, unless it has exited or the
-row ahead has exited at the same depth and is not read yet (scheduler/lanes.py). A boundary reads exited rows, heads and guesses
+what a shallow read knows, a deeper one knows, too. Between two boundaries every row runs a loop, unless it has exited or has run
+as many as one ahead whose planes are not filled (scheduler/lanes.py). A boundary reads exited rows, heads and guesses
 alike, starts drafts, and then::
 
     lane           0 (head)   1          2              by age
@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from depthbatch.common.frames import Int32Array
+from depthbatch.common.frames import Int32Array, lanes_of_a_slot
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -48,6 +48,9 @@ _SURE_ROUNDS = 250.0  # and before it hardly gets better
 _KEEP = 0.998  # of the counts, a round
 _CHANGED = 0.04  # acceptance: what was played at another one is discounted
 _DISCOUNT = 0.5
+_EVERY_LOOP = np.iinfo(np.int16).max
+# what is counted: stages and their rows, tokens, codas whose result is waited for, and rows of draft lanes
+_CORES, _ROWS, _CODAS, _CODA_ROWS, _PRELUDES, _PRELUDE_ROWS, _TOKENS, _AWAITED, _DRAFT_ROWS = range(9)
 
 
 class DraftSetting(NamedTuple):
@@ -64,10 +67,11 @@ class DraftCosts(NamedTuple):
 
     core: float  # a core step
     core_row: float  # and each of its rows
-    boundary: float  # coda + prelude
+    coda: float
+    prelude: float  # where a coda starts or restarts a row: one that reads what has a successor already starts none
     coda_row: float
     prelude_row: float
-    wait: float = 0.0  # for a boundary's result, which only drafts make necessary
+    wait: float = 0.0  # for the result of a coda that says whether a row behind is right
 
 
 def candidates(max_lanes: int, r_max: int, depth: int | None = None) -> tuple[DraftSetting, ...]:
@@ -141,12 +145,11 @@ class DraftTournament:
         assert self._game is not None
         group, counts = self._game.group, self._game.counts
         sequences = max(group, active)
-        rate = counts / np.maximum(counts[0], 1e-9)  # a core step
-        with_drafts = np.minimum(1.0, spare_rows / np.maximum(rate[6] * sequences / group, 1e-9))
+        rate = counts / np.maximum(counts[_CORES], 1e-9)  # a core step
+        with_drafts = np.minimum(1.0, spare_rows / np.maximum(rate[_DRAFT_ROWS] * sequences / group, 1e-9))
         rate[1:] = with_drafts * rate[1:] + (1.0 - with_drafts) * rate[1:, self._undrafted]
-        _, rows, boundaries, coda_rows, prelude_rows, tokens, _ = rate
-        drafts = np.array([setting.lanes > 0 for setting in self.settings])
-        spent = costs.core + boundaries * (costs.boundary + costs.wait * drafts)
+        _, rows, codas, coda_rows, preludes, prelude_rows, tokens, awaited, _ = rate
+        spent = costs.core + codas * costs.coda + preludes * costs.prelude + awaited * costs.wait
         scale = sequences / group
         spent += scale * (rows * costs.core_row + coda_rows * costs.coda_row + prelude_rows * costs.prelude_row)
         out: FloatArray = spent / np.maximum(tokens * scale, 1e-9)
@@ -155,23 +158,23 @@ class DraftTournament:
 
 class _Game:
     """All candidates, with groups of so many sequences that share their stages. Arrays by sequence are
-    [candidates * SEQUENCES], a candidate's groups side by side."""
+    [candidates * SEQUENCES], a candidate's groups side by side; arrays by lane [lanes, candidates * SEQUENCES], oldest first."""
 
     def __init__(self, settings: tuple[DraftSetting, ...], group: int, ordered: bool) -> None:
         n = len(settings)
         self.group = group
         self.rounds = 0.0  # with forgetting
         self.most_rounds = 0.0  # there have ever been
-        self.counts = np.zeros((7, n))  # see seconds_per_token; the last one is rows of draft lanes
+        self.counts = np.zeros((_DRAFT_ROWS + 1, n))
         self._ordered = ordered
         self._lanes, self._depth, self._asks, _ = np.repeat(np.array(settings), SEQUENCES, axis=0).T
         self._pause = np.repeat([setting.pause for setting in settings], SEQUENCES // group)
-        self._width = 1 + int(self._lanes.max())
+        self._width = lanes_of_a_slot(int(self._lanes.max()))
         self._slot = np.tile(np.arange(SEQUENCES), n)
-        self._first = self._width * np.arange(n * SEQUENCES)  # lane 0 in arrays by lane, flat
+        self._sequence = np.arange(n * SEQUENCES)
         self._base = 7 * self._slot  # position of lane 0
         self._alive = np.zeros(n * SEQUENCES, np.int64)  # lanes of the chain
-        self._state = np.zeros((4, n * SEQUENCES, self._width), np.int64)
+        self._state = np.zeros((4, self._width, n * SEQUENCES), np.int16)
         self._loop, self._exit, self._right, self._done = self._state
         # exit: loops the lane will run, 0 = no lane; right: its input; done: 1 = its planes are filled, 2 = read for good
         self._since = np.zeros(self._pause.size, np.int64)
@@ -184,77 +187,87 @@ class _Game:
         self.most_rounds = max(self.most_rounds, self.rounds)
         loop, exits, done = self._loop, self._exit, self._done
         self.counts *= _KEEP
-        self._count(6, np.count_nonzero((exits > 0) & (done < 2), axis=1) - 1)
+        self._count(_DRAFT_ROWS, np.count_nonzero((exits > 0) & (done < 2), axis=0) - 1)
         run = loop < exits
-        run[:, 1:] &= run[:, :-1] | (done[:, :-1] > 0) | (loop[:, :-1] > loop[:, 1:])
+        written = np.minimum.accumulate(np.where(done, np.int16(_EVERY_LOOP), loop), axis=0)
+        run[1:] &= loop[1:] < written[:-1]
         loop += run
-        ran = run.sum(axis=1)
+        ran = run.sum(axis=0)
         busy = self._in_group(ran > 0)
-        tail = self._first + self._alive - 1
+        tail = self._sequence + (self._alive - 1) * self._sequence.size
         tail_loop = loop.reshape(-1).take(tail)
-        open_end = self._alive <= self._lanes
-        drafts = open_end & (tail_loop >= self._depth)
         unread = (loop >= exits) & (exits > 0) & (done < 2)
+        final = unread.copy()
+        if self._ordered:
+            final[1:] &= done[:-1] == 2
+        left = self._alive - np.count_nonzero(final | (done == 2), axis=0)  # of the chain, after the next boundary
         self._since += 1
         asks = tail_loop >= self._depth
         if not self._ordered:
             asks |= unread.reshape(-1).take(tail)
-        asks &= self._alive <= self._asks
-        go = self._in_group(unread[:, 0] | asks) & ((self._since >= self._pause) | ~busy)
+        asks &= left <= self._asks
+        go = self._in_group(unread[0] | asks) & ((self._since >= self._pause) | ~busy)
         self._since[go] = 0
-        self._count(0, busy)
-        self._count(1, ran)
-        self._count(2, go)
+        self._count(_CORES, busy)
+        self._count(_ROWS, ran)
+        self._count(_CODAS, go)
         go = np.repeat(go, self.group)
-        unread &= go[:, None]
-        self._count(3, np.count_nonzero(unread & (done == 0), axis=1))
-        if self._ordered:
-            np.maximum(done, unread, out=done)
-            unread[:, 1:] &= done[:, :-1] == 2
-        done[unread] = 2
+        unread &= go
+        final &= go
+        read = final | unread & (done == 0)
+        self._count(_CODA_ROWS, np.count_nonzero(read, axis=0))
+        self._count(_AWAITED, self._in_group(final.any(axis=0) & (self._alive > 1)))
+        done[unread] = 1
+        done[final] = 2
         # a tail that is read for good gives its successor the token itself, any other a draft
-        final_tail = unread.reshape(-1).take(tail)
-        born = np.flatnonzero(go & open_end & (drafts | final_tail))
-        final = final_tail[born]
+        final_tail, read_tail = final.reshape(-1).take(tail), read.reshape(-1).take(tail)
+        drafts = (tail_loop >= self._depth) & (left <= self._lanes)
+        born = np.flatnonzero(go & (self._alive < self._width) & (drafts | final_tail))
+        certain = final_tail[born]
         positions = self._base[born] + self._alive[born]
         knows = u[self._slot[born], positions % _DRAWS] < accept[tail_loop[born]]
-        self._count_at(3, born[~final])
-        self._start(born, final | knows, depths)
-        self._commit(np.flatnonzero(go & (done[:, 0] == 2)), depths)
+        self._count_at(_CODA_ROWS, born[~read_tail[born]])
+        self._start(born, certain | knows, depths)
+        starts = np.zeros(go.size, np.bool_)
+        starts[born] = True
+        self._commit(np.flatnonzero(go & (done[0] == 2)), depths, starts)
+        self._count(_PRELUDES, self._in_group(starts))
 
     def discount(self) -> None:
         """What was played counts for less."""
         self.counts *= _DISCOUNT
         self.rounds *= _DISCOUNT
 
-    def _commit(self, known: npt.NDArray[np.intp], depths: Int32Array) -> None:
-        """Heads that were read are tokens; a successor whose input was wrong starts anew, without its chain."""
+    def _commit(self, known: npt.NDArray[np.intp], depths: Int32Array, starts: BoolArray) -> None:
+        """Heads that were read are tokens; a successor whose input was wrong starts anew, without its chain. ``starts``
+        [sequences] is set where one does."""
         while known.size:
-            self._count_at(5, known)
+            self._count_at(_TOKENS, known)
             self._base[known] += 1
             self._alive[known] -= 1
-            lanes = self._state[:, known]
-            lanes[:, :, :-1] = lanes[:, :, 1:]
-            lanes[:, :, -1] = 0
-            wrong = lanes[2, :, 0] == 0  # or there is none
-            lanes[:, wrong] = 0
-            self._state[:, known] = lanes
+            lanes = self._state[:, :, known]
+            lanes[:, :-1] = lanes[:, 1:]
+            lanes[:, -1] = 0
+            wrong = lanes[2, 0] == 0  # or there is none
+            lanes[:, :, wrong] = 0
+            self._state[:, :, known] = lanes
             anew = known[wrong]
             self._alive[anew] = 0
             self._start(anew, 1, depths)
-            known = known[lanes[3, :, 0] == 2]
+            starts[anew] = True
+            known = known[lanes[3, 0] == 2]
 
     def _start(self, sequences: npt.NDArray[np.intp], right: BoolArray | int, depths: Int32Array) -> None:
         """Their next position, in the lane behind their chain."""
         lane = self._alive[sequences]
         positions = self._base[sequences] + lane
         self._alive[sequences] = lane + 1
-        at = self._first[sequences] + lane
+        at = sequences + lane * self._sequence.size
         state = self._state.reshape(4, -1)
         state[0, at] = state[3, at] = 0
         state[1, at] = depths[self._slot[sequences], positions % depths.shape[1]]
         state[2, at] = right
-        self._count_at(4, sequences)
+        self._count_at(_PRELUDE_ROWS, sequences)
 
     def _in_group(self, of_sequences: BoolArray) -> BoolArray:
         """[groups] whether it holds for any of a group."""

@@ -61,7 +61,7 @@ class Observed:
     def draft_costs(self) -> DraftCosts | None:
         """At the present context; None before costs are known."""
         rows = self.costs.row_costs(self.context)
-        decode = self.costs.decode
-        if decode is None or rows is None:
+        core, coda, prelude = (self.costs.delta(stage) for stage in (Stage.CORE, Stage.CODA, Stage.PRELUDE))
+        if rows is None or core is None or coda is None or prelude is None:
             return None
-        return DraftCosts(decode.core_delta, rows.core, decode.boundary_delta, rows.coda, rows.prelude, self.wait_s)
+        return DraftCosts(core, rows.core, coda, prelude, rows.coda, rows.prelude, self.wait_s)

@@ -14,7 +14,7 @@ import torch
 from engine.test_rebuild import Cache
 
 from depthbatch.common.config import EngineConfig
-from depthbatch.common.frames import Stage
+from depthbatch.common.frames import Stage, lane_of
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import PLAIN, RequestParams, StageBatch
 from depthbatch.scheduler.config import DraftLimit
@@ -256,7 +256,7 @@ def test_a_draft_readout_changes_one_token_and_nothing_else(model: Path) -> None
     slots, looped = stages.slots, [i for i, planes in enumerate(stages.backend.geometry.planes) if planes > 1]
     prefill = np.array([2, 0, 4, 1, 5, 6, 7, 8, 2, 0, 3], np.int32)
     runner.run(StageBatch(1, Stage.PREFILL, 0, 1, 4, 1), prefill)
-    lanes = [2 + position % 3 * 5 for position in (4, 5)]
+    lanes = [lane_of(2, position, slots.num_slots, slots.lanes) for position in (4, 5)]
     assert slots.token[lanes[0]] != 0
     for step, (stage, aux) in enumerate(((Stage.PRELUDE, 0), (Stage.CORE, 1), (Stage.CORE, 2))):
         runner.run(StageBatch(2 + step, stage, 1, 1), np.array([2, 4, aux, lanes[0]], np.int32))

@@ -27,6 +27,7 @@ from depthbatch.common.frames import (
     ROW_SLOT,
     Stage,
     lane_of,
+    lanes_of_a_slot,
     slot_param_rows,
     split_prefill_frame,
 )
@@ -120,7 +121,7 @@ class PagedWorker:
         self.truth: dict[int, list[int]] = {}  # by seed, what drafts are to guess
         self.rebuilt = self.forced = 0  # sequences that went on with a forced token; tokens fed a second time
         self.slots = [Slot() for _ in range(config.max_num_seqs + 1)]
-        self.lanes: list[Lane | None] = [None] * ((1 + config.draft_lanes) * config.max_num_seqs + 1)
+        self.lanes: list[Lane | None] = [None] * (lanes_of_a_slot(config.draft_lanes) * config.max_num_seqs + 1)
         self.tokens: list[tuple[int, int, int] | None] = [None] * len(self.lanes)  # sequence, position, token to start
         self.cells: dict[tuple[int, int], Cell] = {}
         self.host: dict[tuple[int, int], Cell] = {}  # copies of blocks in host memory
@@ -160,9 +161,11 @@ class PagedWorker:
     def _check_rows(self, stage: ScheduledStage) -> list[Row]:
         """Frame invariants; returns the rows."""
         header, frame, config = stage.header, stage.frame, self.config
-        width, lanes = config.max_num_seqs, 1 + config.draft_lanes
+        width, lanes = config.max_num_seqs, lanes_of_a_slot(config.draft_lanes)
         assert frame.dtype == np.int32 and frame.flags.c_contiguous and frame.shape == (4, header.bucket)
-        assert header.bucket in config.buckets and 1 <= header.rows <= min(header.bucket, width * lanes)
+        assert header.bucket in config.buckets and 1 <= header.rows <= min(
+            header.bucket, width * (1 + config.draft_lanes)
+        )
         assert not any(bucket >= header.rows for bucket in config.buckets if bucket < header.bucket)
         assert not frame[:, header.rows :].any(), "padding rows are all zero"
         assert stage.slot_params is None and header.n_slot_params == 0
@@ -239,7 +242,7 @@ class PagedWorker:
         for row in params if params is not None else ():
             number = int(row["slot"])
             self.slots[number] = Slot(params=row.copy())  # whatever was here is gone
-            self.lanes[number :: self.config.max_num_seqs] = [None] * (1 + self.config.draft_lanes)
+            self.lanes[number :: self.config.max_num_seqs] = [None] * lanes_of_a_slot(self.config.draft_lanes)
         return set(given)
 
     def _adopt(self, slot: Slot, start: int, keeps: bool) -> None:
@@ -286,7 +289,7 @@ class PagedWorker:
     def _goes_on_with(self, slot: Slot, number: int, token: int) -> None:
         """Prefill is over."""
         slot.prefilling, slot.forced, slot.decoded = False, token, slot.prefilled - 1
-        lane = lane_of(number, slot.prefilled, self.config.max_num_seqs, 1 + self.config.draft_lanes)
+        lane = lane_of(number, slot.prefilled, self.config.max_num_seqs, lanes_of_a_slot(self.config.draft_lanes))
         self.tokens[lane] = slot.sequence, slot.prefilled, token
 
     def _prelude(self, stage: ScheduledStage, rows: list[Row]) -> tuple[list[int], list[int]]:
@@ -377,7 +380,7 @@ class PagedWorker:
 
     def _says(self, slot: Slot, number: int, position: int, token: int) -> None:
         """The token lies where the next position starts."""
-        width, lanes = self.config.max_num_seqs, 1 + self.config.draft_lanes
+        width, lanes = self.config.max_num_seqs, lanes_of_a_slot(self.config.draft_lanes)
         lane = lane_of((number - 1) % width + 1, position + 1, width, lanes)
         self.tokens[lane] = slot.sequence, position + 1, token
         slot.forced = token

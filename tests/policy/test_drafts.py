@@ -8,9 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from depthbatch.common.config import EngineConfig
+from depthbatch.common.frames import Stage
 from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
 from depthbatch.scheduler.policy.auto import AutoPolicy
-from depthbatch.scheduler.policy.draft_tournament import DraftSetting, DraftTournament
+from depthbatch.scheduler.policy.draft_tournament import (
+    SEQUENCES,
+    DraftCosts,
+    DraftSetting,
+    DraftTournament,
+    candidates,
+)
 from depthbatch.scheduler.policy.drafts import LearnedDrafts
 from depthbatch.scheduler.policy.fixed import LearnedDraftsRefill
 from depthbatch.scheduler.policy.make import make_policy
@@ -65,6 +72,29 @@ def test_learned_drafts_keep_up_with_fixed_ones(policy: str, sequences: int, out
         fixed.append(decode(OURO, sequences, OURO_EXITS, accept, output, policy=policy, **limit))
     learned = decode(OURO, sequences, OURO_EXITS, accept, output, policy=policy, **LEARNED)
     assert learned.tokens_per_s > 0.97 * max(run.tokens_per_s for run in fixed)
+
+
+HUGINN = find_profile("h100-huginn-3.5b")
+
+
+@pytest.mark.parametrize("setting", [DraftSetting(4, 2, 4, 1), DraftSetting(2, 2, 2, 2)])
+def test_the_tournament_expects_what_happens(setting: DraftSetting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same setting in the engine and in the background simulation: stages and tokens are alike. Bug: a prelude was counted
+    with every coda, a fifth too many with long chains, so that ``auto`` asked for fewer codas than pay."""
+    monkeypatch.setattr(LearnedDrafts, "_in_force", setting)
+    monkeypatch.setattr(LearnedDrafts, "_think", lambda drafts: None)
+    accept = np.array([0.0, 0.3, *[0.9] * 14, 1.0])
+    run = decode(HUGINN, 1, dict.fromkeys(range(7, 17), 1.0), accept, 1_500, **LEARNED)
+    settings = candidates(4, HUGINN.r_max)
+    tournament = DraftTournament(settings, ordered=True)
+    tournament.refresh(learned_drafts(run)._observed.forecast.sequences(SEQUENCES), accept, 1)
+    for _ in range(600):
+        tournament.play()
+    each, happened = settings.index(setting), run.scheduler.stats().stages
+    for stage, name in ((Stage.CORE, "core"), (Stage.CODA, "coda"), (Stage.PRELUDE, "prelude")):
+        only = DraftCosts(*(float(stage == other) for other in (Stage.CORE, None, Stage.CODA, Stage.PRELUDE)), 0.0, 0.0)
+        expected = tournament.seconds_per_token(only, 1)[each]
+        assert expected == pytest.approx(happened[name].steps / run.tokens, rel=0.04), name
 
 
 def test_drafts_that_are_wrong_are_switched_off() -> None:

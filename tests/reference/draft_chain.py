@@ -8,6 +8,7 @@ follow the hazards of the depth distribution.
 Slow and plain by design; knows nothing of depthbatch.
 """
 
+import math
 from collections.abc import Callable
 from itertools import count, product
 from typing import NamedTuple
@@ -29,10 +30,12 @@ class DraftInstance(NamedTuple):
 
     weights: tuple[float, ...]
     accept: tuple[float, ...]
-    lanes: int  # draft lanes at most
+    lanes: int  # draft lanes at most, those that are read for good not counted,
+    span: int  # and lanes at most, those and the head counted
     core: float
     core_row: float
-    boundary: float
+    coda: float
+    prelude: float  # after a coda that starts or restarts a lane
     coda_row: float = 0.0
     prelude_row: float = 0.0
 
@@ -45,13 +48,13 @@ class Outcome(NamedTuple):
 
 
 def can_run(chain: Chain) -> list[bool]:
-    """Which lanes may run a loop: one that has caught up with a lane that has exited waits until that is read."""
+    """Which lanes may run a loop: one that has run as many as a lane ahead that is not read yet waits for that."""
     out: list[bool] = []
-    for i, (loops, state, _) in enumerate(chain):
-        ahead = chain[i - 1]
-        waits = i > 0 and ahead[1] == EXITED and ahead[0] <= loops
-        waits = waits or (i > 0 and ahead[1] == RUNS and not out[-1] and ahead[0] <= loops)
-        out.append(state == RUNS and not waits)
+    fewest = math.inf
+    for loops, state, _ in chain:
+        out.append(state == RUNS and loops < fewest)
+        if state != READ:
+            fewest = min(fewest, loops)
     return out
 
 
@@ -81,22 +84,24 @@ def boundary(inst: DraftInstance, chain: Chain, draft: bool) -> list[Outcome]:
     rows = sum(state == EXITED for _, state, _ in chain)
     loops, state, _ = chain[-1]
     born = 0
-    if len(chain) <= inst.lanes and (state == EXITED or (draft and state == RUNS and loops)):
+    if len(chain) < inst.span and (state == EXITED or (draft and may_draft(inst, chain))):
         lanes.append((0, RUNS, 0 if state == EXITED else loops))
         rows += state == RUNS
         born = 1
-    seconds = inst.boundary + inst.coda_row * rows + inst.prelude_row * born
+    seconds = inst.coda + inst.coda_row * rows + (inst.prelude + inst.prelude_row) * born
     out: list[Outcome] = []
-    _commit(inst, lanes, Outcome(1.0, (), seconds, 0.0), out)
+    _commit(inst, lanes, Outcome(1.0, (), seconds, 0.0), bool(born), out)
     return out
 
 
-def _commit(inst: DraftInstance, lanes: list[Lane], so_far: Outcome, out: list[Outcome]) -> None:
+def _commit(inst: DraftInstance, lanes: list[Lane], so_far: Outcome, starts: bool, out: list[Outcome]) -> None:
+    """``starts``: there is a prelude anyway."""
     prob, _, seconds, tokens = so_far
     if lanes[0][1] != READ:
         out.append(Outcome(prob, tuple(lanes), seconds, tokens))
         return
-    anew = Outcome(prob, (HEAD,), seconds + inst.prelude_row, tokens + 1)
+    prelude = inst.prelude_row + (0.0 if starts else inst.prelude)
+    anew = Outcome(prob, (HEAD,), seconds + prelude, tokens + 1)
     if len(lanes) == 1:
         out.append(anew)
         return
@@ -105,12 +110,18 @@ def _commit(inst: DraftInstance, lanes: list[Lane], so_far: Outcome, out: list[O
     if right < 1.0:
         out.append(anew._replace(prob=prob * (1.0 - right)))
     if right > 0.0:
-        _commit(inst, [(loops, state, 0), *rest], Outcome(prob * right, (), seconds, tokens + 1), out)
+        _commit(inst, [(loops, state, 0), *rest], Outcome(prob * right, (), seconds, tokens + 1), starts, out)
 
 
 def may_draft(inst: DraftInstance, chain: Chain) -> bool:
     """The last lane runs and may have a successor."""
-    return len(chain) <= inst.lanes and chain[-1][1] == RUNS and chain[-1][0] > 0
+    loops, state, _ = chain[-1]
+    return len(chain) < inst.span and running(chain) <= inst.lanes and state == RUNS and loops > 0
+
+
+def running(chain: Chain) -> int:
+    """Lanes that are not read for good, nor will be by the next boundary."""
+    return sum(state == RUNS for _, state, _ in chain)
 
 
 class ChainModel:

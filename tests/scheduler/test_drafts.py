@@ -223,6 +223,17 @@ def test_right_drafts_shorten_the_way_as_calculated() -> None:
     assert (chain.answers[0].accepted_drafts, chain.answers[0].rejected_drafts) == (18, 0)
 
 
+def test_a_full_chain_goes_on_in_the_coda_that_reads_its_oldest_row() -> None:
+    """Bug: that row counted as one of the chain until its token was known, so that the draft of the last row took a coda and a
+    prelude of its own, in every core step: fixed drafts had five stages a core step, and ``auto``, which runs none in between,
+    started each token a core step late."""
+    harness = served(build(), request())
+    stages = harness.scheduler.stats().stages
+    assert harness.worker.longest_chain == 4
+    assert stages["coda"].steps == stages["core"].steps == 22  # some read drafts alone
+    assert stages["prelude"].steps <= 20
+
+
 def test_wrong_drafts_cost_no_step() -> None:
     """Each token is started anew when the one before it is known, as without drafts; none of them is told as accepted."""
     harness = served(build(), request(), acceptance=0.0)
