@@ -37,6 +37,13 @@ INLINE int64_t decode_share(int64_t items) {
 }
 
 #ifdef __AVX2__
+INLINE __m256 multiply_add_256(__m256 a, __m256 b, __m256 c) {
+#ifdef __FMA__
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return _mm256_add_ps(_mm256_mul_ps(a, b), c);
+#endif
+}
 /* Rows r[0..7] of 8 words -> columns. */
 INLINE void transpose_8x8(__m256i r[8]) {
     __m256i t[8];
@@ -138,6 +145,7 @@ INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, in
 #define PARTS 1
 #define OPERAND(words, part) ((vg)(words))
 #define WORDS(low, high) ((vgu)(low))
+#define OPERAND_256(words, part) _mm256_castsi256_ps(words)
 #include "attention_impl.h"
 
 #define T bf16
@@ -152,6 +160,8 @@ INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, in
 #endif
 #define PARTS 2 /* of a word: its first, then its second bf16 */
 #define OPERAND(words, part) ((vg)((part) ? (words) & 0xffff0000u : (words) << 16))
+#define OPERAND_256(words, part) \
+    _mm256_castsi256_ps((part) ? _mm256_and_si256(words, _mm256_set1_epi32(0xffff0000)) : _mm256_slli_epi32(words, 16))
 #define WORDS(low, high) (rounded_words(low) >> 16 | (rounded_words(high) & 0xffff0000u))
 #include "attention_impl.h"
 

@@ -116,12 +116,11 @@ INLINE void dot_tile(
     }
 }
 
-/* Cached queries of one run, rounded as they are stored, and the tile at hand. */
+/* Cached queries of one run, rounded as they are stored. */
 typedef struct {
     bf16 *q;    /* [queries, head_dim] */
     float *acc; /* [queries, head_dim] */
     float *m, *l;
-    const bf16 *k, *v, *next_k, *next_v;
 } NAME(Run);
 
 /* Floats of scratch. */
@@ -139,31 +138,29 @@ INLINE void NAME(start_query)(
     memset(run->acc + i * dh, 0, sizeof(float) * dh);
 }
 
-/* next_k, next_v: the same place in the next block. */
-INLINE void NAME(read_tile)(
-    NAME(Run) * run, const bf16 *k, const bf16 *v, const bf16 *next_k, const bf16 *next_v, int n, int dh
-) {
-    run->k = k, run->v = v, run->next_k = next_k, run->next_v = next_v;
-}
-
 /* See attention_tiles.h. */
-INLINE void NAME(attend_tile)(
-    const NAME(Run) * run, int begin, int count, int group, int first, int end, int n, int dh, float scale
+static void NAME(attend_tile)(
+    NAME(Run) * run, const bf16 *k, const bf16 *v, const bf16 *next_k, const bf16 *next_v, int64_t stride, int num_heads,
+    int count, int group, int c, int together, int first, int64_t end, int n, int dh, float scale
 ) {
-    for (int done = 0; done < count; done++) {
-        const int i = begin + done, last = (int)smallest(n, end + done / group, n);
+    for (int h = 0; h < num_heads; h++) {
+        const int64_t at = h * stride;
+        for (int j = 0; j < together * group; j++) {
+            const int i = (h * count + c) * group + j, last = (int)smallest(n, end + j / group, n);
 #define TILE_OF(width) \
     dot_tile( \
-        run->q + i * dh, run->acc + i * dh, run->m + i, run->l + i, run->k, run->v, run->next_k, run->next_v, first, last, width, scale \
+        run->q + i * dh, run->acc + i * dh, run->m + i, run->l + i, k + at, v + at, next_k + at, next_v + at, first, last, width, \
+        scale \
     )
-        if (dh == 64) {
-            TILE_OF(64);
-        } else if (dh == 128) {
-            TILE_OF(128);
-        } else {
-            TILE_OF(dh);
-        }
+            if (dh == 64) {
+                TILE_OF(64);
+            } else if (dh == 128) {
+                TILE_OF(128);
+            } else {
+                TILE_OF(dh);
+            }
 #undef TILE_OF
+        }
     }
 }
 

@@ -91,21 +91,20 @@ static void NAME(attend_run)(
         } else if (row + count < rows->num_rows) { /* most likely what this thread reads next */
             next_block = tile_offset(layer, physical_block(layer, rows, row + count, 0), head);
         }
-        for (int h = 0; h < num_heads; h++) {
-            for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
-                const int64_t at = block + (h * size + t) * dh, next = next_block + (h * size + t) * dh;
-                const int64_t ahead = first + 1 - (start + t), behind = layer->window ? ahead - layer->window : -count;
-                const int n = smallest(TILE, size - t, ahead + count - 1);
-                NAME(read_tile)(&run, k + at, v + at, k + next, v + next, n, dh);
-                /* Row c sees the tokens behind + c .. ahead + c - 1 of the tile; those that see its first go together. */
-                for (int c = ahead > 0 ? 0 : (int)(1 - ahead), together; c < count; c += together) {
-                    const int from = behind + c > 0 ? (int)(behind + c) : 0;
-                    together = 1;
-                    if (from >= n) continue;
-                    while (c + together < count && behind + c + together <= 0) together++;
-                    const int i = (h * count + c) * group;
-                    NAME(attend_tile)(&run, i, together * group, group, from, (int)(ahead + c), n, dh, layer->scale);
-                }
+        for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
+            const int64_t at = block + t * dh, next = next_block + t * dh;
+            const int64_t ahead = first + 1 - (start + t), behind = layer->window ? ahead - layer->window : -count;
+            const int n = (int)smallest(TILE, size - t, ahead + count - 1);
+            /* Row c sees the tokens behind + c .. ahead + c - 1 of the tile; those that see its first go together. */
+            for (int c = ahead > 0 ? 0 : (int)(1 - ahead), together; c < count; c += together) {
+                const int from = behind + c > 0 ? (int)(behind + c) : 0;
+                together = 1;
+                if (from >= n) continue;
+                while (c + together < count && behind + c + together <= 0) together++;
+                NAME(attend_tile)(
+                    &run, k + at, v + at, k + next, v + next, size * dh, num_heads, count, group, c, together, from, ahead + c, n,
+                    dh, layer->scale
+                );
             }
         }
     }
@@ -197,3 +196,4 @@ void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallAr
 #undef PARTS
 #undef OPERAND
 #undef WORDS
+#undef OPERAND_256

@@ -15,19 +15,19 @@ typedef struct {
     float *acc;     /* [queries, head_dim up to a whole UNIT] */
     float *m, *l;
     float *keys;    /* [head_dim, TILE] of the tile at hand */
-    float *weights; /* [TILE_QUERIES, TILE] */
-    const T *v;     /* of the tile at hand */
+    const T *turned; /* where they are in the cache */
+    float *weights; /* [queries, TILE] */
 } NAME(Run);
 
 INLINE int NAME(acc_width)(int dh) { return (dh + UNIT - 1) / UNIT * UNIT; }
 
 /* Floats of scratch. */
 INLINE size_t NAME(run_floats)(int dh, int queries) {
-    return (size_t)(dh + TILE_QUERIES) * TILE + (size_t)queries * (dh + NAME(acc_width)(dh) + 2);
+    return (size_t)dh * TILE + (size_t)queries * (TILE + dh + NAME(acc_width)(dh) + 2);
 }
 
 INLINE NAME(Run) NAME(make_run)(float *scratch, int dh, int queries) {
-    float *weights = scratch + dh * TILE, *acc = weights + TILE_QUERIES * TILE, *q = acc + queries * NAME(acc_width)(dh);
+    float *weights = scratch + dh * TILE, *acc = weights + queries * TILE, *q = acc + queries * NAME(acc_width)(dh);
     float *m = q + queries * dh;
     return (NAME(Run)){.keys = scratch, .weights = weights, .acc = acc, .q = q, .m = m, .l = m + queries};
 }
@@ -43,54 +43,71 @@ INLINE void NAME(start_query)(
     memset(run->acc + i * NAME(acc_width)(dh), 0, sizeof(float) * NAME(acc_width)(dh));
 }
 
-/* keys [dh, TILE]: the n keys of a tile, feature by feature; keys beyond n repeat key 0 (their scores are masked later).
- * Each line of the next block is asked for, into the second-level cache, as its counterpart here is read: requests
- * come no faster than they can be served. */
-INLINE void NAME(turn_keys)(float *keys, const T *k, const T *next_k, const T *next_v, int n, int64_t dh) {
-    int64_t d = 0;
-#define KEY(t) (k + ((t) < n ? (t) * dh : 0))
+#define KEY(t) (k + ((t) < n ? (t) * dh : 0)) /* keys beyond n repeat key 0: their scores are masked later */
 #ifdef __AVX2__
-    const int step = 8 * PARTS, line = 64 / sizeof(T);
-    for (; d + step <= dh; d += step) {
+#define STEP (8 * PARTS) /* features turned at a time */
+
+/* r[0..7]: STEP features from d of keys t .. t + 7, as words of a feature or two. Each line of the next block is asked for,
+ * into the second-level cache, as its counterpart here is read: requests come no faster than they can be served. */
+INLINE void NAME(turn)(__m256i r[8], const T *k, const T *next, int t, int64_t d, int n, int64_t dh) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm256_loadu_si256((const __m256i *)(KEY(t + i) + d));
+        if (d % (64 / sizeof(T)) == 0) __builtin_prefetch(next + (t + i) * dh + d, 0, 2);
+    }
+    transpose_8x8(r);
+}
+
+/* scores [TILE] of one query, keys turned in registers: the sums of tile_scores. dh a multiple of 2 * STEP. */
+INLINE void NAME(query_scores)(
+    const float *q, const T *k, const T *next, int n, int64_t dh, float *scores
+) {
+    const int64_t half = dh / 2;
+    __m256 acc[2][2] = {0};
+    for (int64_t d = 0; d < half; d += STEP)
+#pragma GCC unroll 2
+        for (int c = 0; c < 2; c++)
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; g++) {
+                __m256i r[8];
+                NAME(turn)(r, k, next, 8 * g, c * half + d, n, dh);
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; i++)
+#pragma GCC unroll 2
+                    for (int part = 0; part < PARTS; part++) {
+                        const __m256 feature = _mm256_broadcast_ss(q + c * half + d + PARTS * i + part);
+                        acc[c][g] = multiply_add_256(OPERAND_256(r[i], part), feature, acc[c][g]);
+                    }
+            }
+    _mm256_storeu_ps(scores, _mm256_add_ps(acc[0][0], acc[1][0]));
+    _mm256_storeu_ps(scores + 8, _mm256_add_ps(acc[0][1], acc[1][1]));
+}
+#endif
+
+/* keys [dh, TILE]: the n keys of a tile, feature by feature. */
+INLINE void NAME(turn_keys)(float *keys, const T *k, const T *next, int n, int64_t dh) {
+    int64_t d = 0;
+#ifdef __AVX2__
+    for (; d + STEP <= dh; d += STEP)
         for (int t = 0; t < TILE; t += 8) {
             __m256i r[8];
+            NAME(turn)(r, k, next, t, d, n, dh);
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                r[i] = _mm256_loadu_si256((const __m256i *)(KEY(t + i) + d));
-                if (d % line == 0) {
-                    __builtin_prefetch(next_k + (t + i) * dh + d, 0, 2);
-                    __builtin_prefetch(next_v + (t + i) * dh + d, 0, 2);
-                }
-            }
-            transpose_8x8(r);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                float *to = keys + (d + PARTS * i) * TILE + t;
-                if (PARTS == 1) {
-                    _mm256_store_si256((__m256i *)to, r[i]);
-                } else {
-                    _mm256_store_si256((__m256i *)to, _mm256_slli_epi32(r[i], 16));
-                    _mm256_store_si256((__m256i *)(to + TILE), _mm256_and_si256(r[i], _mm256_set1_epi32(0xffff0000)));
-                }
-            }
+            for (int i = 0; i < 8; i++)
+#pragma GCC unroll 2
+                for (int part = 0; part < PARTS; part++)
+                    _mm256_storeu_ps(keys + (d + PARTS * i + part) * TILE + t, OPERAND_256(r[i], part));
         }
-    }
 #endif
     for (; d < dh; d++)
         for (int t = 0; t < TILE; t++) keys[d * TILE + t] = GET(KEY(t) + d);
-#undef KEY
-}
-
-INLINE void NAME(read_tile)(NAME(Run) * run, const T *k, const T *v, const T *next_k, const T *next_v, int n, int dh) {
-    if (n == TILE) NAME(turn_keys)(run->keys, k, next_k, next_v, TILE, dh);
-    else NAME(turn_keys)(run->keys, k, next_k, next_v, n, dh);
-    run->v = v;
 }
 
 /* acc [ROWS][UNITS units] += weights [ROWS, n] times values; the last unit of a row has `elements` of them. Tokens beyond n
  * are not read: stale memory may hold a NaN. ROWS and UNITS are constants, so that sums live in registers. */
 INLINE void NAME(add_values)(
-    const int ROWS, const int UNITS, float *acc, int width, const float *weights, const T *v, int n, int dh, int elements
+    const int ROWS, const int UNITS, float *acc, int width, const float *weights, const T *v, const T *next, int n, int dh,
+    int elements
 ) {
     vg sum[TILE_QUERIES][MAX_SUMS];
 #pragma GCC unroll 6
@@ -103,6 +120,7 @@ INLINE void NAME(add_values)(
         for (int u = 0; u < UNITS; u++) {
             if (elements == UNIT) words[u] = load_words(v + t * dh + u * UNIT);
             else memcpy(&words[u], v + t * dh + u * UNIT, elements * sizeof(T));
+            if (u * UNIT % (64 / sizeof(T)) == 0) __builtin_prefetch(next + t * dh + u * UNIT, 0, 2);
         }
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
@@ -120,56 +138,97 @@ INLINE void NAME(add_values)(
 
 /* The same for all dh features, VECTORS registers of sums a query at a time. */
 INLINE void NAME(add_rows)(
-    const int ROWS, const int VECTORS, float *acc, const float *weights, const T *v, int n, int dh
+    const int ROWS, const int VECTORS, float *acc, const float *weights, const T *v, const T *next, int n, int dh
 ) {
     const int width = NAME(acc_width)(dh), units = VECTORS / PARTS;
     int d = 0;
-    for (; d + units * UNIT <= dh; d += units * UNIT) NAME(add_values)(ROWS, units, acc + d, width, weights, v + d, n, dh, UNIT);
-    for (; d + UNIT <= dh; d += UNIT) NAME(add_values)(ROWS, 1, acc + d, width, weights, v + d, n, dh, UNIT);
-    if (d < dh) NAME(add_values)(ROWS, 1, acc + d, width, weights, v + d, n, dh, dh - d);
+    for (; d + units * UNIT <= dh; d += units * UNIT) NAME(add_values)(ROWS, units, acc + d, width, weights, v + d, next + d, n, dh, UNIT);
+    for (; d + UNIT <= dh; d += UNIT) NAME(add_values)(ROWS, 1, acc + d, width, weights, v + d, next + d, n, dh, UNIT);
+    if (d < dh) NAME(add_values)(ROWS, 1, acc + d, width, weights, v + d, next + d, n, dh, dh - d);
 }
 
-/* ROWS queries from i; see attend_tile. VECTORS: registers of sums a query. */
-INLINE void NAME(attend_rows)(
-    const int ROWS, const int VECTORS, const NAME(Run) * run, int i, int first, const int *ends, int dh, float scale
+/* Queries of a block of at most TILE_QUERIES, of `left`: two even ones rather than a full one and a small one. */
+INLINE int NAME(block_of)(int left) {
+    return left <= TILE_QUERIES ? left : left < 2 * TILE_QUERIES ? (left + 1) / 2 : TILE_QUERIES;
+}
+
+/* Scores of `count` queries from i with the tile at k. */
+INLINE void NAME(score_head)(
+    NAME(Run) * run, const T *k, const T *next, int i, int count, int n, int dh
+) {
+    float *weights = run->weights + i * TILE;
+#ifdef __AVX2__
+    if (count == 1 && dh % (2 * STEP) == 0) {
+        if (n == TILE) NAME(query_scores)(run->q + i * dh, k, next, TILE, dh, weights);
+        else NAME(query_scores)(run->q + i * dh, k, next, n, dh, weights);
+        return;
+    }
+#endif
+    if (run->turned != k) {
+        if (n == TILE) NAME(turn_keys)(run->keys, k, next, TILE, dh);
+        else NAME(turn_keys)(run->keys, k, next, n, dh);
+        run->turned = k;
+    }
+    const float *q = run->q + i * dh;
+    for (int rows; count > 0; count -= rows, q += rows * dh, weights += rows * TILE) {
+        rows = NAME(block_of)(count);
+#define ROWS_CASE(R) \
+    case R: \
+        tile_scores(R, q, run->keys, dh, weights); \
+        break;
+        switch (rows) { ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6) }
+#undef ROWS_CASE
+    }
+}
+
+/* Adds the values at v, weighed, to the sums of `count` queries from i; of those the first `group` take tokens up to `end`,
+ * the next to one more, but all only to n. */
+INLINE void NAME(value_head)(
+    const NAME(Run) * run, const T *v, const T *next, int i, int count, int group, int64_t end, int n, int dh
 ) {
     const int width = NAME(acc_width)(dh);
-    float *acc = run->acc + i * width, *weights = run->weights;
-    tile_scores(ROWS, run->q + i * dh, run->keys, dh, weights);
-    const int whole = first == 0 && ends[0] == TILE;
-    for (int r = 0; r < ROWS; r++) {
-        float *w = weights + r * TILE, *m = run->m + i + r, *l = run->l + i + r;
-        const float shrink =
-            whole ? tile_softmax(1, w, m, l, 0, TILE, scale) : tile_softmax(0, w, m, l, first, ends[r], scale);
-        if (shrink != 1.0f)
-            for (int d = 0; d < width; d += GEMM_LANES) store_g(acc + r * width + d, load_g(acc + r * width + d) * shrink);
-    }
-    NAME(add_rows)(ROWS, VECTORS, acc, weights, run->v, ends[0], dh);
-    for (int r = 1; r < ROWS; r++) {
-        if (ends[r] == ends[0]) continue;
-        NAME(add_rows)(1, MAX_SUMS, acc + r * width, weights + r * TILE + ends[0], run->v + ends[0] * dh, ends[r] - ends[0], dh);
-    }
-}
-
-/* Tokens first .. of the tile for `count` queries from `begin`: the first `group` of them up to `end`, the next to one more,
- * but all only to n. */
-static void NAME(attend_tile)(
-    const NAME(Run) * run, int begin, int count, int group, int first, int end, int n, int dh, float scale
-) {
     for (int done = 0, rows; done < count; done += rows) {
-        const int left = count - done;
-        rows = left <= TILE_QUERIES ? left : left < 2 * TILE_QUERIES ? (left + 1) / 2 : TILE_QUERIES;
-        int ends[TILE_QUERIES];
-        for (int r = 0; r < rows; r++) ends[r] = end >= n ? n : (int)smallest(n, end + (done + r) / group, n);
+        float *acc = run->acc + (i + done) * width, *weights = run->weights + (i + done) * TILE;
+        const int common = (int)smallest(n, end + done / group, n);
+        rows = NAME(block_of)(count - done);
 #define ROWS_CASE(R, VECTORS) \
     case R: \
-        NAME(attend_rows)(R, VECTORS, run, begin + done, first, ends, dh, scale); \
+        NAME(add_rows)(R, VECTORS, acc, weights, v, next, common, dh); \
         break;
         switch (rows) {
             ROWS_CASE(1, MAX_SUMS) ROWS_CASE(2, 4) ROWS_CASE(3, 2) ROWS_CASE(4, 2) ROWS_CASE(5, 2) ROWS_CASE(6, 2)
         }
 #undef ROWS_CASE
+        for (int r = 1; r < rows && common < n; r++) {
+            const int more = (int)smallest(n, end + (done + r) / group, n) - common;
+            NAME(add_rows)(1, MAX_SUMS, acc + r * width, weights + r * TILE + common, v + common * dh, next + common * dh, more, dh);
+        }
     }
+}
+
+/* One tile of every head: tokens first .. n - 1 for `together` rows from row c, of which the first sees `end` tokens and each
+ * following one more. Heads are `stride` elements apart in the cache. One step of all heads and queries is done
+ * before the next, since within one query every step waits for the last. */
+static void NAME(attend_tile)(
+    NAME(Run) * run, const T *k, const T *v, const T *next_k, const T *next_v, int64_t stride, int num_heads, int count,
+    int group, int c, int together, int first, int64_t end, int n, int dh, float scale
+) {
+    const int width = NAME(acc_width)(dh), queries = together * group;
+    for (int h = 0; h < num_heads; h++) {
+        const int64_t at = h * stride;
+        NAME(score_head)(run, k + at, next_k + at, (h * count + c) * group, queries, n, dh);
+    }
+    for (int h = 0; h < num_heads; h++)
+        for (int j = 0; j < queries; j++) {
+            const int i = (h * count + c) * group + j, last = (int)smallest(n, end + j / group, n);
+            float *w = run->weights + i * TILE, *m = run->m + i, *l = run->l + i, *acc = run->acc + i * width;
+            const float shrink = first == 0 && last == TILE ? tile_softmax(1, w, m, l, 0, TILE, scale)
+                                                            : tile_softmax(0, w, m, l, first, last, scale);
+            if (shrink != 1.0f)
+                for (int d = 0; d < width; d += GEMM_LANES) store_g(acc + d, load_g(acc + d) * shrink);
+        }
+    for (int h = 0; h < num_heads; h++)
+        NAME(value_head)(run, v + h * stride, next_v + h * stride, (h * count + c) * group, queries, group, end, n, dh);
 }
 
 /* out [dh] = acc / l of one query. */
@@ -182,3 +241,5 @@ INLINE void NAME(finish_query)(const NAME(Run) * run, int i, T *out, int dh) {
 }
 
 #undef UNIT
+#undef KEY
+#undef STEP
