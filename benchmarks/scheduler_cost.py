@@ -82,7 +82,9 @@ def measure(
 
 def _run(scheduler: Scheduler, core_steps: int, top_up: Callable[[], None]) -> tuple[list[float], list[float], int]:
     clock = time.perf_counter
-    in_flight: deque[tuple[StageResult, float]] = deque()
+    in_flight: deque[tuple[StageResult, float, bool]] = (
+        deque()
+    )  # with what its assembly took, and whether it is a core stage
     core_us: list[float] = []
     loop_us: list[float] = []
     spent = stages = 0.0
@@ -93,17 +95,17 @@ def _run(scheduler: Scheduler, core_steps: int, top_up: Callable[[], None]) -> t
         spent += took
         if stage is not None:
             stages += 1
-            in_flight.append((blank_result(stage, 0.0, 1e-3), took))
+            in_flight.append((blank_result(stage, 0.0, 1e-3), took, stage.header.stage == Stage.CORE))
             if stage.header.stage == Stage.CORE:
                 loop_us.append(1e6 * spent)
                 spent = 0.0
             continue
-        result, assembled = in_flight.popleft()
+        result, assembled, is_core = in_flight.popleft()
         start = clock()
         scheduler.complete(result, 0.0)
         took = clock() - start
         spent += took
-        if not result.token_ids:
+        if is_core:
             core_us.append(1e6 * (took + assembled))
         top_up()
     return core_us[WARM_UP_STEPS:], loop_us, int(stages)

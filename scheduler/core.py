@@ -276,27 +276,27 @@ class Scheduler:
         assert chains is not None
         committed = chains.take(rows, tokens, split_rows(result.logprobs, tokens.size) if result.logprobs else [])
         events = self._requests.events
-        for request, token, depth, logprobs, accepted, rejected in committed:
+        for request, token, depth, token_logprobs, accepted, rejected in zip(*committed, strict=True):
             output = request.output
             output.append(token)
             request.depths.append(depth)
-            if logprobs and not request.params.logprobs:
-                logprobs = b""
+            if token_logprobs and not request.params.logprobs:
+                token_logprobs = b""
             if token in request.stop_ids or len(output) >= request.limit:
                 reason = finish_reason(request)
                 if reason is not None:
-                    self._finish(request, token, depth, reason, logprobs)
+                    self._finish(request, token, depth, reason, token_logprobs)
                     continue
             event = TokenEvent(
                 request.request_id,
                 (token,),
                 (depth,),
-                logprobs=logprobs,
+                logprobs=token_logprobs,
                 accepted_drafts=accepted,
                 rejected_drafts=rejected,
             )
             events.append(event)
-        return tuple([depth for _, _, depth, *_ in committed])
+        return tuple(committed.depths)
 
     def _finish(self, request: Request, token: int, depth: int, reason: FinishReason, logprobs: bytes) -> None:
         if request.state is State.ACTIVE:  # a stop token: what was dispatched since is wasted

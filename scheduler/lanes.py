@@ -30,7 +30,6 @@ What keeps the output what it would be without drafts (each rule has a test that
 Drafts take what is left: rows up to the largest bucket, blocks that nobody waits for. A draft never preempts anything.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, cast
@@ -66,14 +65,14 @@ _READABLE, _LEAVES = np.isin(Phase, (READY, BLOCKED, HELD)), np.isin(Phase, (EXI
 
 
 class Committed(NamedTuple):
-    """A token that has become certain."""
+    """Tokens that have become certain, those of a sequence in order. All [tokens]; lists, as events are made of them."""
 
-    request: Request
-    token: int
-    depth: int
-    logprobs: bytes
-    accepted: int  # 1: a draft stood for it, and was right
-    rejected: int  # or wrong
+    requests: list[Request]
+    tokens: list[int]
+    depths: list[int]
+    logprobs: list[bytes]
+    accepted: list[int]  # 1: a draft stood for it, and was right
+    rejected: list[int]  # or wrong
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +100,6 @@ class Chains:
         self._ahead[0] = 0
         self._slots = np.arange(1, width + 1)
         self._offsets = np.arange(rows.lanes)[:, None]
-        self._ahead_of_base = np.arange(rows.lanes + 1)[:, None]
         self.guess = np.zeros(size, np.bool_)  # the input is not certain
         self._follows = np.zeros(size, np.bool_)  # the position before is on its way, too
         self._filled = np.zeros(size, np.bool_)  # every plane of its K/V is written
@@ -279,7 +277,7 @@ class Chains:
         index = np.concatenate([np.flatnonzero(apart), finals.size + np.arange(extra.size)])
         plain, finals = finals[~apart], finals[apart]
         rows.move(finals, EXITED, READ)
-        self._dispatched(rows.slot[finals[~self.guess[finals]]], repeat(1))
+        self._dispatched(finals[~self.guess[finals]])
         self._fill(np.concatenate([plain, finals, extra[rows.phase[extra] == HELD]]))
         read = np.concatenate([finals, extra])
         final = np.arange(read.size) < finals.size
@@ -309,93 +307,85 @@ class Chains:
 
     # --- results
 
-    def take(self, record: CodaRows, tokens: npt.NDArray[np.int32], logprobs: list[bytes]) -> list[Committed]:
-        """What a coda has said; returns the tokens that are certain now, in order. ``tokens`` of the whole
-        batch, as is ``logprobs`` where there are any."""
-        rows = self._rows
+    def take(self, record: CodaRows, tokens: npt.NDArray[np.int32], logprobs: list[bytes]) -> Committed:
+        """What a coda has said; returns the tokens that are certain now. ``tokens`` of the whole batch, as is ``logprobs``
+        where there are any."""
+        rows, out = self._rows, Committed([], [], [], [], [], [])
         current = rows.epoch[record.lanes] == record.epochs
         heirs = current & (record.successors > 0)
         self._input[record.successors[heirs]] = tokens[record.index[heirs]]
         read = current & record.final
         lanes = record.lanes[read]
-        if not lanes.size:
-            return []
         self._said[lanes] = tokens[record.index[read]]
         if logprobs:
             self._logprobs |= zip(
                 lanes.tolist(), [logprobs[index] for index in record.index[read].tolist()], strict=True
             )
-        heads = lanes[~self.guess[lanes]]
-        return self._commit(rows.slot[heads]) if heads.size else []
+        certain: SlotArray = lanes[~self.guess[lanes]]
+        while certain.size:
+            certain = self._commit(certain, out)
+        return out
 
-    def _commit(self, slots: SlotArray) -> list[Committed]:
-        """Sequences whose oldest token is known: it, and all that follow from it, become tokens, of each sequence in order.
-
-        Arrays below are [L + 1, sequences], by position from the oldest on; the last one has no lane of its own yet.
-        """
+    def _commit(self, lanes: SlotArray, out: Committed) -> SlotArray:
+        """Rows that are certain and whose result is known, each the oldest of its sequence, become tokens. Returns the
+        rows that have come to be so by that."""
         rows = self._rows
-        positions = self._base[slots] + self._ahead_of_base
-        lanes: SlotArray = lane_of(slots, positions, rows.width, rows.lanes)
-        said = self._said[lanes]
-        there = positions <= self._tail[slots]
-        right = there.copy()
-        right[1:] &= self._input[lanes[1:]] == said[:-1]
-        goes_on = positions < rows.last_position[slots]
-        goes_on &= ~self._stops(slots, said)  # whoever publishes such a token ends the request, and with it the chain
-        known = right & (rows.phase[lanes] == READ) & (said != _UNKNOWN)
-        known[1:] &= goes_on[:-1]
-        known = np.logical_and.accumulate(known)
-        done = known & goes_on  # they leave, and the next position is certain
-        followed = done[:-1]
-        depth = np.where(followed & there[1:], self._draft_depth[lanes[1:]], 0)
-        accepted, rejected = (depth > 0) & right[1:], (depth > 0) & ~right[1:]
-        self.right += np.bincount(depth[accepted], minlength=self.right.size)
-        self.wrong += np.bincount(depth[rejected], minlength=self.wrong.size)
-        order, position = known.T.nonzero()
-        each = lanes[position, order]
-        committed = list(
-            map(
-                Committed,
-                cast(list[Request], [rows.request[slot] for slot in slots[order].tolist()]),
-                said[position, order].tolist(),
-                rows.loop[each].tolist(),
-                [self._logprobs.pop(lane, b"") for lane in each.tolist()] if self._logprobs else repeat(b""),
-                accepted[position, order].view(np.int8).tolist(),
-                rejected[position, order].view(np.int8).tolist(),
-            )
-        )
+        slots, positions, tokens = rows.slot.take(lanes), rows.position.take(lanes), self._said.take(lanes)
+        goes_on = positions < rows.last_position.take(lanes)
+        goes_on &= ~self._stops(slots, tokens)  # whoever publishes such a token ends the request, and with it the chain
+        positions += 1
+        following: SlotArray = lane_of(slots, positions, rows.width, rows.lanes)
+        there = self._tail.take(slots) >= positions
+        there &= goes_on
+        right = self._input.take(following) == tokens
+        right &= there
+        drafted = self._draft_depth.take(following) * there
+        accepted = (drafted > 0) & right
+        rejected = (drafted > 0) & ~right
+        self.right += np.bincount(drafted[accepted], minlength=self.right.size)
+        self.wrong += np.bincount(drafted[rejected], minlength=self.wrong.size)
+        out.requests.extend(cast(list[Request], [rows.request[slot] for slot in slots.tolist()]))
+        out.tokens.extend(tokens.tolist())
+        out.depths.extend(rows.loop.take(lanes).tolist())
+        out.accepted.extend(accepted.view(np.int8).tolist())
+        out.rejected.extend(rejected.view(np.int8).tolist())
+        kept = self._logprobs
+        out.logprobs.extend([kept.pop(lane, b"") for lane in lanes.tolist()] if kept else repeat(b"", lanes.size))
+        rows.drop(lanes[goes_on], READ)
+        self._base[slots[goes_on]] = positions[goes_on]
+        certain = following[right]
+        self._follows[certain] = self.guess[certain] = False
+        self.chained -= certain.size
+        self._start_anew(following, slots, positions, there & ~right, goes_on & ~right)
+        certain = certain[rows.phase.take(certain) == READ]
+        self._dispatched(certain)
+        heard: SlotArray = certain[self._said.take(certain) != _UNKNOWN]
+        return heard
 
-        self._advance(slots, lanes, done, right, there)
-        return committed
-
-    def _advance(self, slots: SlotArray, lanes: SlotArray, done: BoolArray, right: BoolArray, there: BoolArray) -> None:
-        """The rows that are ``done`` leave; behind the last of a sequence there is a row that is certain now, or one that is
-        wrong, or none. Arrays as in ``_commit``; ``right``: the row is there, and its input is what the one ahead says."""
+    def _start_anew(
+        self, following: SlotArray, slots: SlotArray, positions: Int32Array, wrong: BoolArray, anew: BoolArray
+    ) -> None:
+        """Where the row behind one that is known is wrong, it is dropped with all that follow it; where there is none, either,
+        the position starts from the token that is known. All [rows]."""
         rows = self._rows
-        certain, anew = np.zeros_like(done), np.zeros_like(done)
-        certain[1:] = done[:-1] & right[1:]
-        anew[1:] = done[:-1] & ~right[1:]
-        self._dispatched(slots, np.count_nonzero(certain & (rows.phase[lanes] == READ), axis=0).tolist())
-        each = lanes[certain]
-        self._follows[each] = self.guess[each] = False
-        self.chained -= each.size
-        rows.drop(lanes[done], READ)
-        self._base[slots] += np.count_nonzero(done, axis=0)
-        self._cut(lanes[np.logical_or.accumulate(anew) & there])
-        if anew.any():
-            each, first = lanes[anew], self._base[rows.slot[lanes[anew]]]
-            self._tail[rows.slot[each]] = first
-            rows.carry(each, first)
-            self._start(each, False, 0)
+        if wrong.any():
+            chain = positions[wrong] + self._offsets
+            lanes = lane_of(slots[wrong], chain, rows.width, rows.lanes)
+            self._cut(lanes[chain <= self._tail[slots[wrong]]])
+        lanes, first = following[anew], positions[anew]
+        if lanes.size:
+            self._tail[slots[anew]] = first
+            rows.carry(lanes, first)
+            self._start(lanes, False, 0)
 
     def _stops(self, slots: SlotArray, said: npt.NDArray[np.int64]) -> BoolArray:
-        """Which tokens [positions, sequences] are stop tokens of their sequence."""
-        stop = self._stop[slots]
+        """[rows] which tokens are stop tokens of their sequence."""
+        stop = self._stop.take(slots)
         stops: BoolArray = said == stop
-        for column in (stop == _MANY_STOPS).nonzero()[0].tolist():
-            request = self._rows.request[slots[column]]
+        for row in (stop == _MANY_STOPS).nonzero()[0].tolist():
+            request = self._rows.request[slots[row]]
             assert request is not None
-            stops[:, column] = [token in request.stop_ids for token in said[:, column].tolist()]
+            stops[row] = int(said[row]) in request.stop_ids
         return stops
 
     # --- lanes
@@ -434,14 +424,13 @@ class Chains:
             held = rows.in_phase(HELD)
             rows.move(held[np.isin(self._ahead[held], finals)], HELD, EXITED)
 
-    def _dispatched(self, slots: SlotArray, counts: Iterable[int]) -> None:
-        """The final readouts of so many certain rows of each slot are on their way."""
+    def _dispatched(self, certain: SlotArray) -> None:
+        """Final readouts of these certain rows are on their way."""
         requests = self._rows.request
-        for slot, count in zip(slots.tolist(), counts, strict=False):
-            if count:
-                request = requests[slot]
-                assert request is not None
-                request.dispatched += count
+        for slot in self._rows.slot.take(certain).tolist():
+            request = requests[slot]
+            assert request is not None
+            request.dispatched += 1
 
     def _cut(self, lanes: SlotArray) -> None:
         """Drops rows, of each sequence one and all that follow it."""
