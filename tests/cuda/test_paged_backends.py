@@ -8,10 +8,9 @@ import torch
 from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.flash_library import FlashAttention2, FlashAttention3
-from depthbatch.worker.attention.kv_quantization import dequantize, quantize
 from depthbatch.worker.attention.paged import FlashAttention, TritonAttention
 from depthbatch.worker.attention.sdpa import SdpaAttention
-from fakes.attention_cases import chain_rows, fill_alike
+from fakes.attention_cases import awkward_rows, chain_rows, fill_alike
 from fakes.flash_twin import flash2_varlen, flash2_with_kvcache, flash3_with_kvcache
 from fakes.paged_rows import MAX_BLOCKS, SEQUENCES, heads, prefill_rows, shuffled_tables
 
@@ -85,30 +84,16 @@ def test_backend_equals_oracle(
 
 @pytest.mark.parametrize("kind", [INT8, FP8])
 def test_triton_writes_the_oracles_bytes(kind: KVCacheDtype) -> None:
-    """Codes and scales of vectors of every size a number has: whole and halved codes, where ties are decided, and zeros of
-    both signs. A vector with a NaN or an infinity is stored as one that reads as NaN, alone."""
+    """Codes and scales of every kind of vector."""
     geometry = geometry_of(16, 4, (2,), (), kind)._replace(dtype=torch.float32)
     tested, oracle = TritonAttention(geometry), SdpaAttention(geometry)
-    generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, 60, 4, 24, generator=generator) * torch.logspace(-44, 38, 60)[:, None, None]
-    halves = torch.arange(-127.0, 129.0)[: 2 * 4 * 24].view(2, 4, 24) / 2
-    k[30:32] = halves * 2.0 ** torch.arange(2)[:, None, None]
-    k[30:32, :, 0] = 127.0 if kind is INT8 else 448.0
-    v[30:32], v[32, 1], v[33, 0], v[34, 2, 5], v[35, 3, 6] = -halves, 0.0, -0.0, torch.nan, torch.inf
-    rows = DecodeRows(
-        torch.arange(60, dtype=torch.int32) % SEQUENCES + 1,
-        torch.arange(60, dtype=torch.int32) // SEQUENCES,
-        torch.arange(60, dtype=torch.int32) % 2,
-        shuffled_tables(),
-    )
-    q = torch.zeros(60, 4, 24)
+    rows, k, v = awkward_rows(kind, shuffled_tables())
+    few = [0, 6, *range(30, 36), 59]  # interpreting takes its time
+    rows, k, v = DecodeRows(*(x[few] for x in rows[:3]), rows.block_tables), k[few], v[few]
     for backend in (tested, oracle):
-        backend.decode(0, q, k, v, rows)
+        backend.decode(0, torch.zeros_like(k), k, v, rows)
     for mine, theirs in zip(tested.memory(0), oracle.memory(0), strict=True):
         torch.testing.assert_close(mine, theirs.transpose(1, 2), rtol=0, atol=0, equal_nan=True)
-    broken = quantize(v, kind)
-    assert dequantize(broken, kind).isnan().all(-1).nonzero().tolist() == [[34, 2], [35, 3]]
-    assert dequantize(broken, kind).isnan().sum() == 2 * 24
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -132,6 +132,28 @@ def test_disturbed_runs_equal_the_references(directories: dict[Path, Path], data
         assert (mine.tokens, mine.depths) == (theirs.tokens, theirs.depths)
 
 
+@pytest.mark.parametrize(("kind", "lost"), [("int8", True), ("fp8", False)])
+@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize("model", MODELS)
+def test_quantised_k_and_v_give_one_answer(
+    directories: dict[Path, Path], model: Path, layout: KVLayout, kind: str, lost: bool
+) -> None:
+    """Whatever happens to a sequence, tokens and depths are those of a run in which nothing does, one request after the
+    other: worker and scheduler lost, preempted and computed again or brought back from the host, prefixes taken from the
+    cache."""
+    batch, directory = requests(model, layout), directories[model]
+    options: dict[str, object] = {"kv_cache_dtype": kind, "max_num_batched_tokens": 16}
+    plain = engine(directory, layout, max_num_seqs=1, async_scheduling="off", **options)
+    want = [plain.run([request])[0] for request in batch]
+    disturbances = [Disturbance(15, "worker"), Disturbance(40, "scheduler")] if lost else []
+    for preemption in ("recompute", "offload"):
+        for caching in ("off",) if layout in SHARED else ("off", "on"):
+            running = engine(directory, layout, kv_blocks=11, preemption=preemption, prefix_caching=caching, **options)
+            got = running.run(batch, disturbances)
+            assert [(a.tokens, a.depths) for a in got] == [(a.tokens, a.depths) for a in want]
+            assert running.rebuilt and (lost or running.preemptions)
+
+
 @pytest.mark.parametrize(
     ("mode", "preemption"), [("off", "recompute"), ("lookahead", "recompute"), ("lookahead", "offload")]
 )
@@ -165,12 +187,12 @@ class Cache:
         ]
 
 
-@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize(("backend", "kind"), [(None, "auto"), ("sdpa", "auto"), (None, "int8"), (None, "fp8")])
 @pytest.mark.parametrize("tokens", [8192, 7])
 @pytest.mark.parametrize("layout", list(KVLayout))
 @pytest.mark.parametrize("model", MODELS)
 def test_every_k_and_v_is_what_decode_had_written(
-    model: Path, layout: KVLayout, tokens: int, backend: str | None
+    model: Path, layout: KVLayout, tokens: int, backend: str | None, kind: str
 ) -> None:
     """Every plane of every layer at every position, after decoding under changing depths and after the scheduler that
     did so was lost; the rebuild's prefill whole or in chunks of 7. Tokens could agree by luck, these cannot; and at full
@@ -186,7 +208,7 @@ def test_every_k_and_v_is_what_decode_had_written(
         exit_depths=depths if early else b"",
     )
     held = len(prompt) + outputs - 1  # the last token is never fed
-    options = {"max_num_batched_tokens": tokens, "async_scheduling": "off", "max_num_seqs": 1}
+    options = {"max_num_batched_tokens": tokens, "async_scheduling": "off", "max_num_seqs": 1, "kv_cache_dtype": kind}
     running = engine(model, layout, backend, **options)
     running.history.clear()
     [whole] = running.run([(prompt, params)])
@@ -205,13 +227,14 @@ def test_every_k_and_v_is_what_decode_had_written(
     assert full.depths == [r_max]
     other = Cache(running, 1, held)
     if early:
-        assert max((a - b).abs().max().item() for a, b in zip(other.values, want.values, strict=True)) > 0.01
+        assert max((a.float() - b).abs().max().item() for a, b in zip(other.values, want.values, strict=True)) > 0.01
 
 
+@pytest.mark.parametrize("kind", ["auto", "int8"])
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("layout", list(KVLayout))
 @pytest.mark.parametrize("model", MODELS)
-def test_k_and_v_come_back_from_the_host_bit_for_bit(model: Path, layout: KVLayout, lost: bool) -> None:
+def test_k_and_v_come_back_from_the_host_bit_for_bit(model: Path, layout: KVLayout, lost: bool, kind: str) -> None:
     """Every plane of every layer at every position of a sequence that was thrown out in the midst of its output and whose
     blocks an older one has written over since. With its worker lost while it waits it is computed again."""
     prompt, outputs = prompts_of(model)[1], 18
@@ -220,7 +243,8 @@ def test_k_and_v_come_back_from_the_host_bit_for_bit(model: Path, layout: KVLayo
     held = len(prompt) + outputs - 1
     older = (prompts_of(model)[2], msgspec.structs.replace(params, max_tokens=40))
     most = -(-(len(older[0]) + 39) // 4)
-    options = {"async_scheduling": "off", "preemption": "offload", "prefix_caching": "off", "block_size": 4}
+    options: dict[str, object] = {"async_scheduling": "off", "preemption": "offload", "prefix_caching": "off"}
+    options |= {"block_size": 4, "kv_cache_dtype": kind}
     alone = engine(model, layout, max_num_seqs=1, **options)
     [whole] = alone.run([(prompt, params)])
     want = Cache(alone, 1, held)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import (
     CacheGeometry,
     DecodeRows,
@@ -48,6 +49,7 @@ def geometries(draw: st.DrawFn) -> CacheGeometry:
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         device=CPU,
         windows=draw(st.sampled_from([(), (0, 5), (17, 1), (33, 20)])),
+        kv_cache_dtype=draw(st.sampled_from(KVCacheDtype)),
     )
 
 
@@ -117,6 +119,19 @@ def fill_alike(memory: Sequence[torch.Tensor], generator: torch.Generator) -> No
         content = torch.randn(shape, generator=generator).bfloat16()
     for tensor in memory:
         tensor.copy_(content)
+
+
+def awkward_rows(kind: KVCacheDtype, tables: torch.Tensor) -> tuple[DecodeRows, torch.Tensor, torch.Tensor]:
+    """60 rows of 4 slots and two planes with k and v fp32 [60, 4, 24] of every size a number has: whole and halved codes,
+    where ties are decided, zeros of both signs, a NaN and an infinity."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 60, 4, 24, generator=generator) * torch.logspace(-44, 38, 60)[:, None, None]
+    halves = torch.arange(-127.0, 65.0).view(2, 4, 24) / 2
+    k[30:32] = halves * 2.0 ** torch.arange(2)[:, None, None]
+    k[30:32, :, 0] = 127.0 if kind is KVCacheDtype.INT8 else 448.0
+    v[30:32], v[32, 1], v[33, 0], v[34, 2, 5], v[35, 3, 6] = -halves, 0.0, -0.0, torch.nan, torch.inf
+    row = torch.arange(60, dtype=torch.int32)
+    return DecodeRows(row % 4 + 1, row // 4, row % 2, tables), k, v
 
 
 def decode_rows(case: Case, layer: int, seed: int) -> DecodeRows:

@@ -6,12 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import CacheGeometry, DecodeRows
 from depthbatch.worker.attention.cpu import CpuAttention
+from depthbatch.worker.attention.kv_quantization import dequantize, quantize
 from depthbatch.worker.attention.sdpa import SdpaAttention
 from depthbatch.worker.attention.select import select_backend
 from fakes.attention_cases import (
     Case,
+    awkward_rows,
     chain_rows,
     decode_rows,
     geometries,
@@ -201,6 +204,26 @@ def test_copy_planes_equals_oracle(geometry: CacheGeometry, seed: int) -> None:
     for backend in (case.tested, case.oracle):
         backend.copy_planes(rows.slots, rows.positions, source, first, end, rows.block_tables)
     assert_same_memory(case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [KVCacheDtype.INT8, KVCacheDtype.FP8])
+def test_codes_are_the_oracles(mode: str, kind: KVCacheDtype) -> None:
+    """Codes and scales of every kind of vector. One with a NaN or an infinity reads as NaN as a whole, and no other does."""
+    tables = torch.arange(40, dtype=torch.int32).view(5, 8)
+    geometry = CacheGeometry(40, 16, 4, 4, 24, (2,), torch.float32, torch.device("cpu"), kv_cache_dtype=kind)
+    tested, oracle = CpuAttention(geometry, kernels_for(mode)), SdpaAttention(geometry)
+    rows, k, v = awkward_rows(kind, tables)
+    for backend in (tested, oracle):
+        backend.decode(0, torch.zeros_like(k), k, v, rows)
+    for mine, theirs in zip(tested.memory(0), oracle.memory(0), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    read = dequantize(quantize(v, kind), kind)
+    assert read.isnan().all(-1).nonzero().tolist() == [[34, 2], [35, 3]] and read.isnan().sum() == 2 * 24
+    sizes = v.abs().amax(-1)
+    usable = sizes.isfinite() & (sizes > 1e-35)
+    worst = ((read - v).abs().amax(-1) / sizes)[usable].max()
+    assert worst < (1 / 250 if kind is KVCacheDtype.INT8 else 1 / 27)  # half a step of codes near the largest
 
 
 def test_selection() -> None:

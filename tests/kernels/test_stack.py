@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.attention.cpu import CpuAttention
 from depthbatch.worker.layers import linear
@@ -91,6 +92,7 @@ def make_stack(
     family=st.sampled_from(["ouro", "huginn", "llama", "olmo", "qwen"]),
     final=st.booleans(),
     prefill=st.booleans(),
+    kv=st.sampled_from(KVCacheDtype),
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=25, deadline=None)
@@ -102,14 +104,15 @@ def test_stack_equals_its_plain_loop(
     family: str,
     final: bool,
     prefill: bool,
+    kv: KVCacheDtype,
     seed: int,
 ) -> None:
     """All norm placements, with and without bias, norms of q and k, and final norm, decode and prefill: outputs and K/V are equal bits, whether
-    weights are in their own type, int8, or one of the four products int8 and the others not.
+    weights are in their own type, int8, or one of the four products int8 and the others not, and however K/V are stored.
 
     Two runs, the second with other rows: stale scratch or stale arguments of the first would show.
     """
-    geometry = CacheGeometry(33, 16, 2 * group, 2, 16, (1, 3), dtype, torch.device("cpu"))
+    geometry = CacheGeometry(33, 16, 2 * group, 2, 16, (1, 3), dtype, torch.device("cpu"), kv_cache_dtype=kv)
     kernels = kernels_for("portable" if kind == "int8 portable" else "c")
     fused, plain = make_case(geometry, kernels, seed), make_case(geometry, kernels, seed)
     if kernels.by_type[dtype].linear is None and kind in ("own", "mixed"):
@@ -134,8 +137,9 @@ def test_stack_equals_its_plain_loop(
         assert result is not None
         assert torch.equal(result, stack.plain(x, rotation, Context(plain.tested, rows)))
         assert torch.equal(x, before)
-    for ours, theirs in zip(fused.tested.k_cache, plain.tested.k_cache, strict=True):
-        assert torch.equal(ours, theirs)
+    for layer in range(2):
+        for ours, theirs in zip(fused.tested.memory(layer), plain.tested.memory(layer), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def fused_case(seed: int = 0, **kind: bool) -> tuple[Case, BlockStack]:

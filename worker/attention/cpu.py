@@ -23,6 +23,7 @@ from depthbatch.worker.layers.blocks import BlockStack
 from depthbatch.worker.layers.cpu.library import Kernels
 from depthbatch.worker.layers.cpu.memory import zeros_on_large_pages
 from depthbatch.worker.layers.cpu.structs import (
+    KV_KINDS,
     ROPE_INTERLEAVED,
     ROPE_NONE,
     ROPE_SPLIT_HALF,
@@ -48,9 +49,7 @@ class CpuAttention(AttentionBackend):
             int, tuple[BlockStack, FusedStack | None]
         ] = {}  # by id; the stack is kept, so ids stay unique
         self._copy_planes = kernels.copy_planes
-        self._layers = (LayerArgs * len(geometry.planes))(
-            *map(self._layer_args, range(len(geometry.planes)), geometry.planes, self.k_cache, self.v_cache)
-        )
+        self._layers = (LayerArgs * len(geometry.planes))(*map(self._layer_args, range(len(geometry.planes))))
         self._layer_addresses = [
             ctypes.addressof(self._layers) + i * ctypes.sizeof(LayerArgs) for i in range(len(geometry.planes))
         ]
@@ -114,20 +113,25 @@ class CpuAttention(AttentionBackend):
             _int32_address(source),
             _int32_address(first),
             _int32_address(end),
-            self.geometry.dtype.itemsize,
+            self.k_cache[0].element_size(),
         )
 
-    def _layer_args(self, layer: int, planes: int, k_cache: Tensor, v_cache: Tensor) -> LayerArgs:
+    def _layer_args(self, layer: int) -> LayerArgs:
         g = self.geometry
+        k_cache, v_cache, *scales = (tensor.data_ptr() for tensor in self.memory(layer))
+        k_scales, v_scales = scales or (None, None)
         return LayerArgs(
-            k_cache=k_cache.data_ptr(),
-            v_cache=v_cache.data_ptr(),
-            planes=planes,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            planes=g.planes[layer],
             num_heads=g.num_heads,
             num_kv_heads=g.num_kv_heads,
             head_dim=g.head_dim,
             block_size=g.block_size,
             window=g.window(layer),
+            kind=KV_KINDS[self.kind],
             scale=g.head_dim**-0.5,
         )
 
@@ -196,8 +200,6 @@ def unsupported(geometry: CacheGeometry) -> str | None:
         return f"the C attention kernels run on the cpu, not on {geometry.device}"
     if geometry.dtype not in (torch.float32, torch.bfloat16):
         return f"the C attention kernels take float32 and bfloat16, not {geometry.dtype}"
-    if geometry.kv_cache_dtype.is_quantized:
-        return f"the C attention kernels read no kv_cache_dtype {geometry.kv_cache_dtype}"
     if geometry.head_dim % 8:
         return f"the C attention kernels need a head_dim that is a multiple of 8, not {geometry.head_dim}"
     return None

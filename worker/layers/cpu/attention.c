@@ -20,9 +20,12 @@ INLINE int64_t physical_block(const LayerArgs *layer, const RowArgs *rows, int64
     return logical * layer->planes + plane;
 }
 
-/* Element offset of (block, head, offset 0). */
+/* Number of the vector of (block, head, offset 0), and the offset of its first element. */
+INLINE int64_t tile_vector(const LayerArgs *layer, int64_t block, int64_t head) {
+    return (block * layer->num_kv_heads + head) * layer->block_size;
+}
 INLINE int64_t tile_offset(const LayerArgs *layer, int64_t block, int64_t head) {
-    return (block * layer->num_kv_heads + head) * layer->block_size * layer->head_dim;
+    return tile_vector(layer, block, head) * layer->head_dim;
 }
 
 INLINE int64_t smallest(int64_t a, int64_t b, int64_t c) {
@@ -104,6 +107,24 @@ INLINE void tile_scores(const int ROWS, const float *q, const float *keys, int d
     }
 }
 
+/* Queries of a block of at most TILE_QUERIES, of `left`: two even ones rather than a full one and a small one. */
+INLINE int block_of(int left) {
+    return left <= TILE_QUERIES ? left : left < 2 * TILE_QUERIES ? (left + 1) / 2 : TILE_QUERIES;
+}
+
+/* tile_scores of any number of queries. */
+INLINE void tile_scores_of(int count, const float *q, const float *keys, int dh, float *scores) {
+    for (int rows; count > 0; count -= rows, q += rows * dh, scores += rows * TILE) {
+        rows = block_of(count);
+#define ROWS_CASE(R) \
+    case R: \
+        tile_scores(R, q, keys, dh, scores); \
+        break;
+        switch (rows) { ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6) }
+#undef ROWS_CASE
+    }
+}
+
 /* Scores of tokens first .. n - 1 of a tile become weights, the others 0; brings maximum m and sum l up to date. Returns what
  * earlier sums are to be multiplied by. WHOLE, a constant: all 16 tokens. */
 INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, int first, int n, float scale) {
@@ -135,6 +156,8 @@ INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, in
     return shrink;
 }
 
+#include "codes.h"
+
 #define T float
 #define NAME(x) x##_f32
 #define LOAD load_f32
@@ -147,14 +170,26 @@ INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, in
 #define WORDS(low, high) ((vgu)(low))
 #define OPERAND_256(words, part) _mm256_castsi256_ps(words)
 #include "attention_impl.h"
+#define NAME(x) x##_f32_codes
+#define CODES 1
+#include "attention_impl.h"
+#undef T
+#undef LOAD
+#undef STORE
+#undef ROUND
+#undef GET
+#undef PUT
 
 #define T bf16
-#define NAME(x) x##_bf16
 #define LOAD load_bf16
 #define STORE store_bf16
 #define ROUND scalar_round_bf16
 #define GET scalar_get_bf16
 #define PUT scalar_put_bf16
+#define NAME(x) x##_bf16_codes
+#define CODES 1
+#include "attention_impl.h"
+#define NAME(x) x##_bf16
 #ifdef __AVX512BF16__
 #define DOT_BF16 1
 #endif
@@ -164,6 +199,15 @@ INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, in
     _mm256_castsi256_ps((part) ? _mm256_and_si256(words, _mm256_set1_epi32(0xffff0000)) : _mm256_slli_epi32(words, 16))
 #define WORDS(low, high) (rounded_words(low) >> 16 | (rounded_words(high) & 0xffff0000u))
 #include "attention_impl.h"
+
+void attend_team_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
+    if (layer->kind == KV_AUTO) run_team_f32(layer, rows, call, barrier);
+    else run_team_f32_codes(layer, rows, call, barrier);
+}
+void attend_team_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
+    if (layer->kind == KV_AUTO) run_team_bf16(layer, rows, call, barrier);
+    else run_team_bf16_codes(layer, rows, call, barrier);
+}
 
 /* Whether the work is worth a second thread. */
 INLINE int is_large(const LayerArgs *layer, const RowArgs *rows) {
@@ -190,17 +234,18 @@ EXPORT void db_copy_planes(
 ) {
     for (int32_t l = 0; l < num_layers; l++) {
         const LayerArgs *layer = &layers[l];
-        size_t bytes = (size_t)layer->head_dim * element_bytes;
+        const size_t bytes[4] = {layer->head_dim * element_bytes, layer->head_dim * element_bytes, 2, 2}; /* of a vector */
+        char *memory[4] = {layer->k_cache, layer->v_cache, (char *)layer->k_scales, (char *)layer->v_scales};
+        const int kept = layer->kind == KV_AUTO ? 2 : 4;
         for (int64_t b = 0; b < rows->num_rows; b++) {
             int64_t index = rows->positions[b] / layer->block_size, offset = rows->positions[b] % layer->block_size;
             if (first[b] >= end[b]) continue;
             int64_t block = rows->block_tables[(int64_t)rows->slots[b] * rows->table_stride + index] * (int64_t)layer->planes;
             for (int32_t head = 0; head < layer->num_kv_heads; head++) {
-                int64_t from = (tile_offset(layer, block + source[b], head) + offset * layer->head_dim) * element_bytes;
+                int64_t from = tile_vector(layer, block + source[b], head) + offset;
                 for (int32_t plane = first[b]; plane < end[b]; plane++) {
-                    int64_t to = (tile_offset(layer, block + plane, head) + offset * layer->head_dim) * element_bytes;
-                    memcpy((char *)layer->k_cache + to, (char *)layer->k_cache + from, bytes);
-                    memcpy((char *)layer->v_cache + to, (char *)layer->v_cache + from, bytes);
+                    int64_t to = tile_vector(layer, block + plane, head) + offset;
+                    for (int i = 0; i < kept; i++) memcpy(memory[i] + to * bytes[i], memory[i] + from * bytes[i], bytes[i]);
                 }
             }
         }

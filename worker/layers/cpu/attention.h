@@ -4,11 +4,17 @@
 
 #include "team.h"
 
-/* One cache layer: K and V are [num_blocks * planes, num_kv_heads, block_size, head_dim]. */
+/* How K and V are stored: in the type of the queries, or as codes of a byte (worker/attention/kv_quantization.py). */
+enum { KV_AUTO = 0, KV_INT8 = 1, KV_FP8 = 2 };
+
+/* One cache layer: K and V are [num_blocks * planes, num_kv_heads, block_size, head_dim]; scales, bfloat16, the same without
+ * the last dimension, or NULL. */
 typedef struct {
     void *k_cache, *v_cache;
+    uint16_t *k_scales, *v_scales;
     int32_t planes, num_heads, num_kv_heads, head_dim, block_size;
     int32_t window; /* tokens a query sees, itself included; 0: all */
+    int32_t kind;   /* KV_... */
     float scale;
 } LayerArgs;
 

@@ -1,8 +1,15 @@
-/* Body of the attention kernels for one element type; included once a type (see attention.c).
+/* Body of the attention kernels for one element type; included twice a type (see attention.c): for K and V of that type, and
+ * for quantised ones (CODES).
  *
- * A query's state while tiles stream by: running max m, running sum l, fp32 accumulator acc [Dh] (attention_tiles.h, or
- * attention_dot.h).
+ * A query's state while tiles stream by: running max m, running sum l, fp32 accumulator acc [Dh] (attention_tiles.h,
+ * attention_dot.h or attention_codes.h).
  */
+
+#ifdef CODES
+#define STORED uint8_t
+#else
+#define STORED T
+#endif
 
 /* Asks for the block a row begins with, while its projections are rotated and appended. */
 INLINE void NAME(prefetch_first_block)(
@@ -10,9 +17,9 @@ INLINE void NAME(prefetch_first_block)(
 ) {
     const int64_t at = tile_offset(layer, physical_block(layer, rows, row, 0), head);
     const int64_t elements = num_heads * layer->block_size * layer->head_dim;
-    for (int64_t i = 0; i < elements; i += 64 / (int64_t)sizeof(T)) {
-        __builtin_prefetch((const T *)layer->k_cache + at + i, 0, 2);
-        __builtin_prefetch((const T *)layer->v_cache + at + i, 0, 2);
+    for (int64_t i = 0; i < elements; i += 64 / (int64_t)sizeof(STORED)) {
+        __builtin_prefetch((const STORED *)layer->k_cache + at + i, 0, 2);
+        __builtin_prefetch((const STORED *)layer->v_cache + at + i, 0, 2);
     }
 }
 
@@ -45,23 +52,38 @@ INLINE void NAME(rotate)(
     }
 }
 
-/* Writes k and v of one row and head to the cache. */
-INLINE void NAME(append)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, int64_t row, int64_t head) {
-    int dh = layer->head_dim;
-    int64_t position = rows->positions[row], index = position / layer->block_size;
-    int64_t at = tile_offset(layer, physical_block(layer, rows, row, index), head) + position % layer->block_size * dh;
-    const T *bias = call->k_bias ? (const T *)call->k_bias + head * dh : NULL;
-    const T *k = (const T *)call->k + row * call->k_stride + head * dh;
-    NAME(rotate)((T *)layer->k_cache + at, k, bias, call->cos + row * (dh / 2), call->sin + row * (dh / 2), call->rope, dh);
-    memcpy((T *)layer->v_cache + at, (const T *)call->v + row * call->v_stride + head * dh, dh * sizeof(T));
-}
-
-#ifdef DOT_BF16
+#ifdef CODES
+#include "attention_codes.h"
+#elif defined(DOT_BF16)
 #include "attention_dot.h"
 #include "attention_lanes.h"
 #else
 #include "attention_tiles.h"
 #endif
+
+/* Writes k and v of one row and head to the cache. */
+INLINE void NAME(append)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, int64_t row, int64_t head) {
+    int dh = layer->head_dim;
+    int64_t position = rows->positions[row], index = position / layer->block_size;
+    int64_t at = tile_vector(layer, physical_block(layer, rows, row, index), head) + position % layer->block_size;
+    const T *bias = call->k_bias ? (const T *)call->k_bias + head * dh : NULL;
+    const T *k = (const T *)call->k + row * call->k_stride + head * dh;
+    const T *v = (const T *)call->v + row * call->v_stride + head * dh;
+    const float *cos = call->cos + row * (dh / 2), *sin = call->sin + row * (dh / 2);
+    STORED *k_to = (STORED *)layer->k_cache + at * dh, *v_to = (STORED *)layer->v_cache + at * dh;
+#ifdef CODES
+    T rotated[dh];
+    float wide[dh];
+    NAME(rotate)(rotated, k, bias, cos, sin, call->rope, dh);
+    NAME(widen)(wide, rotated, dh);
+    layer->k_scales[at] = encode_vector(k_to, wide, dh, layer->kind);
+    NAME(widen)(wide, v, dh);
+    layer->v_scales[at] = encode_vector(v_to, wide, dh, layer->kind);
+#else
+    NAME(rotate)(k_to, k, bias, cos, sin, call->rope, dh);
+    memcpy(v_to, v, dh * sizeof(T));
+#endif
+}
 
 /* `count` rows from `row` (consecutive positions of one slot), kv heads head .. head + num_heads - 1. Heads of a block
  * are neighbours in memory, so a block is read as one stream, once for all rows and all query heads of a kv head. */
@@ -79,7 +101,7 @@ static void NAME(attend_run)(
         run.m[i] = -INFINITY;
         run.l[i] = 0.0f;
     }
-    const T *k = (const T *)layer->k_cache, *v = (const T *)layer->v_cache;
+    const STORED *k = (const STORED *)layer->k_cache, *v = (const STORED *)layer->v_cache;
     const int64_t first = rows->positions[row], last = first + count - 1, size = layer->block_size;
     const int64_t unseen = layer->window && first >= layer->window ? first + 1 - layer->window : 0; /* by the first row */
     const int64_t begin = unseen / size * size;
@@ -93,6 +115,9 @@ static void NAME(attend_run)(
         }
         for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
             const int64_t at = block + t * dh, next = next_block + t * dh;
+#ifdef CODES
+            NAME(take_scales)(&run, layer, at / dh, next / dh, num_heads);
+#endif
             const int64_t ahead = first + 1 - (start + t), behind = layer->window ? ahead - layer->window : -count;
             const int n = (int)smallest(TILE, size - t, ahead + count - 1);
             /* Row c sees the tokens behind + c .. ahead + c - 1 of the tile; those that see its first go together. */
@@ -176,7 +201,7 @@ static void NAME(prefill_team)(const LayerArgs *layer, const RowArgs *rows, cons
     }
 }
 
-void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
+static void NAME(run_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier) {
     if (rows->rows_share_slots) {
         NAME(prefill_team)(layer, rows, call, barrier);
     } else {
@@ -185,15 +210,11 @@ void NAME(attend_team)(const LayerArgs *layer, const RowArgs *rows, const CallAr
     team_barrier(barrier);
 }
 
-/* for the next type */
-#undef T
+/* for the next inclusion */
 #undef NAME
-#undef LOAD
-#undef STORE
-#undef ROUND
-#undef GET
-#undef PUT
+#undef CODES
+#undef STORED
 #undef PARTS
 #undef OPERAND
-#undef WORDS
 #undef OPERAND_256
+#undef WORDS

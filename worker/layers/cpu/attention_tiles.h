@@ -147,11 +147,6 @@ INLINE void NAME(add_rows)(
     if (d < dh) NAME(add_values)(ROWS, 1, acc + d, width, weights, v + d, next + d, n, dh, dh - d);
 }
 
-/* Queries of a block of at most TILE_QUERIES, of `left`: two even ones rather than a full one and a small one. */
-INLINE int NAME(block_of)(int left) {
-    return left <= TILE_QUERIES ? left : left < 2 * TILE_QUERIES ? (left + 1) / 2 : TILE_QUERIES;
-}
-
 /* Scores of `count` queries from i with the tile at k. */
 INLINE void NAME(score_head)(
     NAME(Run) * run, const T *k, const T *next, int i, int count, int n, int dh
@@ -169,15 +164,22 @@ INLINE void NAME(score_head)(
         else NAME(turn_keys)(run->keys, k, next, n, dh);
         run->turned = k;
     }
-    const float *q = run->q + i * dh;
-    for (int rows; count > 0; count -= rows, q += rows * dh, weights += rows * TILE) {
-        rows = NAME(block_of)(count);
-#define ROWS_CASE(R) \
-    case R: \
-        tile_scores(R, q, run->keys, dh, weights); \
-        break;
-        switch (rows) { ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6) }
-#undef ROWS_CASE
+    tile_scores_of(count, run->q + i * dh, run->keys, dh, weights);
+}
+
+/* Scores of `count` queries from i become weights; of these the first `group` see tokens first .. end - 1, the next one more,
+ * but all only up to n. */
+INLINE void NAME(weigh)(
+    NAME(Run) * run, int i, int count, int group, int first, int64_t end, int n, int dh, float scale
+) {
+    const int width = NAME(acc_width)(dh);
+    for (int j = 0; j < count; j++) {
+        const int last = (int)smallest(n, end + j / group, n);
+        float *w = run->weights + (i + j) * TILE, *m = run->m + i + j, *l = run->l + i + j, *acc = run->acc + (i + j) * width;
+        const float shrink = first == 0 && last == TILE ? tile_softmax(1, w, m, l, 0, TILE, scale)
+                                                        : tile_softmax(0, w, m, l, first, last, scale);
+        if (shrink != 1.0f)
+            for (int d = 0; d < width; d += GEMM_LANES) store_g(acc + d, load_g(acc + d) * shrink);
     }
 }
 
@@ -190,7 +192,7 @@ INLINE void NAME(value_head)(
     for (int done = 0, rows; done < count; done += rows) {
         float *acc = run->acc + (i + done) * width, *weights = run->weights + (i + done) * TILE;
         const int common = (int)smallest(n, end + done / group, n);
-        rows = NAME(block_of)(count - done);
+        rows = block_of(count - done);
 #define ROWS_CASE(R, VECTORS) \
     case R: \
         NAME(add_rows)(R, VECTORS, acc, weights, v, next, common, dh); \
@@ -213,20 +215,12 @@ static void NAME(attend_tile)(
     NAME(Run) * run, const T *k, const T *v, const T *next_k, const T *next_v, int64_t stride, int num_heads, int count,
     int group, int c, int together, int first, int64_t end, int n, int dh, float scale
 ) {
-    const int width = NAME(acc_width)(dh), queries = together * group;
+    const int queries = together * group;
     for (int h = 0; h < num_heads; h++) {
         const int64_t at = h * stride;
         NAME(score_head)(run, k + at, next_k + at, (h * count + c) * group, queries, n, dh);
     }
-    for (int h = 0; h < num_heads; h++)
-        for (int j = 0; j < queries; j++) {
-            const int i = (h * count + c) * group + j, last = (int)smallest(n, end + j / group, n);
-            float *w = run->weights + i * TILE, *m = run->m + i, *l = run->l + i, *acc = run->acc + i * width;
-            const float shrink = first == 0 && last == TILE ? tile_softmax(1, w, m, l, 0, TILE, scale)
-                                                            : tile_softmax(0, w, m, l, first, last, scale);
-            if (shrink != 1.0f)
-                for (int d = 0; d < width; d += GEMM_LANES) store_g(acc + d, load_g(acc + d) * shrink);
-        }
+    for (int h = 0; h < num_heads; h++) NAME(weigh)(run, (h * count + c) * group, queries, group, first, end, n, dh, scale);
     for (int h = 0; h < num_heads; h++)
         NAME(value_head)(run, v + h * stride, next_v + h * stride, (h * count + c) * group, queries, group, end, n, dh);
 }

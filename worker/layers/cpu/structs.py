@@ -2,9 +2,12 @@
 
 import ctypes
 
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
+
 PTR, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 ROPE_NONE, ROPE_SPLIT_HALF, ROPE_INTERLEAVED = range(3)  # attention.h
+KV_KINDS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8: 1, KVCacheDtype.FP8: 2}  # attention.h
 
 
 class LayerArgs(ctypes.Structure):
@@ -13,12 +16,15 @@ class LayerArgs(ctypes.Structure):
     _fields_ = [
         ("k_cache", PTR),
         ("v_cache", PTR),
+        ("k_scales", PTR),
+        ("v_scales", PTR),
         ("planes", I32),
         ("num_heads", I32),
         ("num_kv_heads", I32),
         ("head_dim", I32),
         ("block_size", I32),
         ("window", I32),
+        ("kind", I32),
         ("scale", F32),
     ]
 
