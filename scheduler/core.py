@@ -97,6 +97,7 @@ class Scheduler:
             self.counters.stale_results += 1
             return self.drain_events()
         self.counters.retired(step.stage, result)
+        self._dispatch.verdicts.observe(step, result)
         if self.admission.offload is not None:
             self.admission.offload.costs.observe(step, result)
         if self.policy.learns:

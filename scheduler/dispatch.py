@@ -27,6 +27,7 @@ from depthbatch.scheduler.stage_batch import (
     stage_extra,
     take_targets,
 )
+from depthbatch.scheduler.verdicts import Verdicts
 
 
 class Dispatch:
@@ -53,6 +54,7 @@ class Dispatch:
         self._bucket_of = bucket_table(config.buckets, config.buckets[-1])
         self.next_step_id = 1
         self.nothing_ran = True  # the worker stands still because nothing was runnable
+        self.verdicts = Verdicts(admission.chains)
 
     def core(self, now: float) -> ScheduledStage:
         """One loop of every row of Q_R."""
@@ -119,7 +121,9 @@ class Dispatch:
                 request.dispatched += 1
             last = rows.begin_coda(plain)
         step.requests, step.depths, step.chained = tuple(requests), tuple(loops.tolist()), record
-        step.blocks_next = bool(record.final.any())  # are the lanes behind a final readout right?
+        if record.final.any():  # are the lanes behind a final readout right?
+            heads = int(np.count_nonzero(~chains.guess[record.lanes[record.final]]))
+            step.blocks_next = self.verdicts.awaited(heads, rows.sequences)
         for slot in rows.slot.take(last).tolist():
             self._requests.drain(self._request_at(slot))
         return self._send(step, frame)

@@ -34,12 +34,19 @@ class Lockstep:
     """Scheduler and worker in one thread. Every event is checked against the rules of a stream."""
 
     def __init__(
-        self, config: SchedulerConfig, verify_every: int = 1, acceptance: float = 0.0, policy: Policy | None = None
+        self,
+        config: SchedulerConfig,
+        verify_every: int = 1,
+        acceptance: float = 0.0,
+        policy: Policy | None = None,
+        awaits: Callable[[], bool] | None = None,
     ) -> None:
-        """``acceptance``: how often drafts are right. ``policy``: in place of the config's."""
+        """``acceptance``: how often drafts are right. ``policy``: in place of the config's. ``awaits``: whether a coda that
+        says which guesses are right is awaited, in place of what is learned."""
         self.config = config
         self._policy = policy
-        self.scheduler = Scheduler(config, policy)
+        self._awaits = awaits
+        self.scheduler = self._new_scheduler()
         self.worker = PagedWorker(config, acceptance)
         self.results: deque = deque()
         self.submits: dict[int, Submit] = {}
@@ -87,7 +94,7 @@ class Lockstep:
         """It dies, and its worker with it; what is unanswered is submitted again with what has been seen of it."""
         self.results.clear()
         self._deaths = 0
-        self.scheduler = Scheduler(self.config, self._policy)
+        self.scheduler = self._new_scheduler()
         self._start_worker()
         for request_id, answer in self.answers.items():
             if answer.finish_reason is None:
@@ -98,6 +105,12 @@ class Lockstep:
                 )
                 assert self.scheduler.submit(known) is None
         self._settle(self.scheduler.drain_events())
+
+    def _new_scheduler(self) -> Scheduler:
+        scheduler, awaits = Scheduler(self.config, self._policy), self._awaits
+        if awaits is not None:
+            scheduler._dispatch.verdicts.awaited = lambda sequences, active: awaits()  # type: ignore[method-assign]
+        return scheduler
 
     def _start_worker(self) -> None:
         former, self.worker = self.worker, PagedWorker(self.config, self.worker.acceptance)

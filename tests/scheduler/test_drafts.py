@@ -59,7 +59,8 @@ def drafting(data: st.DataObject) -> tuple[Lockstep, random.Random]:
     config = data.draw(drafting_configs())
     rng = random.Random(data.draw(st.integers(0, 1000)))
     policy = AnyOrder(config, rng) if data.draw(st.booleans()) else None
-    return Lockstep(config, acceptance=data.draw(ACCEPTANCE), policy=policy), rng
+    awaits = (lambda: rng.random() < 0.5) if data.draw(st.booleans()) else None
+    return Lockstep(config, acceptance=data.draw(ACCEPTANCE), policy=policy, awaits=awaits), rng
 
 
 def submits_of(rng: random.Random, config: SchedulerConfig, request_id: int) -> Submit:
@@ -151,7 +152,9 @@ def test_thousands_of_random_operations_under_long_chains(mode: str, scarce: boo
         draft_lanes=4,
         coda_layers=coda_layers,
     )
-    harness = Lockstep(config, verify_every=5, acceptance=0.8, policy=AnyOrder(config, rng))
+    harness = Lockstep(
+        config, verify_every=5, acceptance=0.8, policy=AnyOrder(config, rng), awaits=lambda: rng.random() < 0.5
+    )
     ids = 0
     for _ in range(6_000):
         draw = rng.random()
@@ -277,8 +280,8 @@ def test_drafts_end_with_the_last_token() -> None:
 
 
 def test_nothing_is_chosen_before_a_chain_is_known_to_be_right() -> None:
-    """A coda that reads a row for good whose successor is under way blocks the next choice, however far ahead stages may be
-    chosen; one that only reads drafts does not."""
+    """As long as nothing is known of how long that takes, a coda that reads a row for good whose successor is under way blocks the
+    next choice, however far ahead stages may be chosen; one that only reads drafts does not."""
     config = build(async_scheduling="lookahead")
     harness = Lockstep(config, acceptance=1.0, policy=Refill(1, FixedDrafts(DraftLimit(3, 1))))
     harness.submit(request())

@@ -1,0 +1,105 @@
+"""Whether a coda that says which guesses are right is awaited: by what that costs, and with the same output either way."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from depthbatch.common.frames import Stage
+from depthbatch.common.kv_layout import KVLayout
+from depthbatch.common.messages import RequestParams, StageResult, Submit
+from depthbatch.scheduler.config import DraftLimit, SchedulerConfig
+from depthbatch.scheduler.inflight import InFlightStep
+from depthbatch.scheduler.lanes import Chains
+from depthbatch.scheduler.policy.drafts import FixedDrafts
+from depthbatch.scheduler.policy.fixed import Refill
+from depthbatch.scheduler.verdicts import Verdicts
+from fakes.paged_lockstep import Lockstep
+from fakes.paged_model import plain_decode
+from fakes.strategies import VOCAB, prompt_of
+
+CORE_S, CODA_S = 4e-3, 1e-3
+
+
+def learned(standstill_s: float, right: int, wrong: int) -> Verdicts:
+    """After a hundred core steps, each with an awaited coda behind it."""
+    chains = SimpleNamespace(right=np.array([0, right]), wrong=np.array([0, wrong]))
+    verdicts, now = Verdicts(cast(Chains, chains)), 0.0
+    core = SimpleNamespace(stage=Stage.CORE, chained=None, blocks_next=False)
+    coda = SimpleNamespace(stage=Stage.CODA, chained=object(), blocks_next=True)
+    for _ in range(100):
+        for step, seconds in ((core, CORE_S), (coda, CODA_S)):
+            step.header = SimpleNamespace(after_no_work=False)
+            verdicts.observe(cast(InFlightStep, step), StageResult(0, now, now + seconds))
+            now += seconds
+        now += standstill_s
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("standstill_s", "wrong", "sequences", "awaited"),
+    [
+        (0.0, 0, 1, True),  # as in virtual time
+        (0.3e-3, 10, 1, True),  # 0.1 of a core step is more
+        (0.5e-3, 10, 1, False),
+        (0.3e-3, 10, 4, True),
+        (0.3e-3, 10, 2, False),  # of four active ones two are in the coda
+        (0.3e-3, 50, 2, True),
+    ],
+)
+def test_the_shorter_loss_is_chosen(standstill_s: float, wrong: int, sequences: int, awaited: bool) -> None:
+    """Core steps of 4 ms: waiting costs all sequences the standstill, going on costs those that are wrong a core step."""
+    verdicts = learned(standstill_s, 100 - wrong, wrong)
+    active = 1 if sequences == 1 else 4
+    assert verdicts.awaited(sequences, active) == awaited
+
+
+def test_what_is_not_waited_for_is_measured_now_and_then() -> None:
+    """Each sixteenth such coda is awaited: otherwise one long standstill would be believed for ever."""
+    verdicts = learned(2e-3, 95, 5)
+    waits = [verdicts.awaited(1, 1) for _ in range(64)]
+    assert sum(waits) == 4
+
+
+def test_an_interrupted_machine_is_no_wait() -> None:
+    """A standstill of seconds counts as a core step, so that the mean forgets it within some codas."""
+    assert learned(3.0, 90, 10)._standstill_s <= CORE_S
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.8, 1.0])
+def test_nothing_is_waited_for_and_the_output_is_the_same(acceptance: float) -> None:
+    """Stages are chosen as far ahead as they may be, so that chains run on behind guesses that turn out to be wrong: tokens
+    and depths are those of the plain loop, and the fake worker raises at any read of what is not final."""
+    config = SchedulerConfig(
+        policy="refill",
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        min_free_slots=1,
+        min_coda_batch=1,
+        r_max=4,
+        block_size=4,
+        num_blocks=90,
+        max_model_len=60,
+        buckets=(12,),
+        vocab_size=VOCAB,
+        async_scheduling="lookahead",
+        kv_layout=KVLayout.LAST_EXITED,
+        draft_lanes=3,
+    )
+    policy = Refill(1, FixedDrafts(DraftLimit(3, 1)))
+    harness = Lockstep(config, acceptance=acceptance, policy=policy, awaits=lambda: False)
+    for index in range(5):
+        params = RequestParams(max_tokens=24, max_loops=4, seed=index, stop_token_ids=(index % 3,))
+        assert harness.submit(Submit(index, np.array([index, 2, 3], np.int32).tobytes(), params))
+    ahead = 0
+    while any(answer.finish_reason is None for answer in harness.answers.values()):
+        if harness.dispatch() is None:
+            harness.complete()
+        steps = harness.scheduler._in_flight._steps
+        ahead += any(step.chained is not None and step.chained.final.any() for step in list(steps)[:-1])
+    harness.run()
+    assert ahead > 0
+    for request_id, answer in harness.answers.items():
+        submit = harness.submits[request_id]
+        assert answer.tokens == plain_decode(prompt_of(submit), submit.params, config).tokens
