@@ -27,8 +27,8 @@ Sixteen sequences are played, in groups that share their stages: of one sequence
 sixteen or more are. More than a group count as so many groups that share their stages.
 
 Approximations: the result of a boundary is known before the next core step (the scheduler waits for it, or goes on where that
-costs less); a sequence that ends is followed by one like it; all requests may have drafts; without drafts codas are timed by the pause, where ``auto`` has a
-better rule (coda_timing), of which a few percent are known to be the gain.
+costs less); a sequence that ends is followed by one like it; all requests may have drafts; without drafts codas are timed by the
+pause, where ``auto`` has a better rule (coda_timing), of which a few percent are known to be the gain.
 """
 
 from typing import NamedTuple

@@ -145,8 +145,8 @@ def _stage_name(stage: int) -> str:
 
 
 def _within(values: Int32Array, low: int, high: int) -> bool:
-    """Every value in [low, high]; an empty array is fine."""
-    return values.size == 0 or (int(values.min()) >= low and int(values.max()) <= high)
+    """Every value in [low, high]; an empty array is fine. In one comparison: below ``low`` it wraps to more than any."""
+    return bool(((values - np.int32(low)).view(np.uint32) <= high - low).all())
 
 
 def _slot_params(header: StageBatch, slot_params: Int32Array | None, limits: StageLimits) -> SlotParamRows:
@@ -171,20 +171,22 @@ def _decode(header: StageBatch, frame: Int32Array, params: SlotParamRows, limits
     table = frame.reshape(ROW_FIELDS, bucket)
     slots, positions = table[ROW_SLOT, :rows], table[ROW_POSITION, :rows]
     _require(_within(slots, 1, limits.num_slots), header, "slot out of range")
-    _require(not table[:, rows:].any(), header, "padding rows are not zero")
+    _require(rows == bucket or not table[:, rows:].any(), header, "padding rows are not zero")
     _require(_within(positions, 0, limits.max_positions - 1), header, "position out of range")
     lanes = lane_of(slots, positions, limits.num_slots, limits.lanes)
     _require(
-        np.unique(lanes).size == rows, header, "a slot is there twice" if limits.lanes == 1 else "a lane is there twice"
+        rows == 1 or np.unique(lanes).size == rows,
+        header,
+        "a slot is there twice" if limits.lanes == 1 else "a lane is there twice",
     )
-    _require(np.array_equal(table[ROW_LANE, :rows], lanes), header, "a lane is not that of its slot and position")
+    _require(bool((table[ROW_LANE, :rows] == lanes).all()), header, "a lane is not that of its slot and position")
     if stage is Stage.PRELUDE:
         _require(_within(table[ROW_AUX], 0, limits.num_blocks - 1), header, "block out of range")
     else:
         fewest = -limits.r_max if stage is Stage.CODA and limits.lanes > 1 else 1
         loops = table[ROW_AUX, :rows]
         _require(_within(loops, fewest, limits.r_max) and bool(loops.all()), header, "loop out of range")
-    if limits.lanes > 1 and stage is not Stage.CODA:
+    if limits.lanes > 1 and rows > 1 and stage is not Stage.CODA:
         ahead = _loops_ahead(slots, positions, table[ROW_AUX, :rows])
         if stage is Stage.PRELUDE:
             _require(ahead is None, header, "a slot begins two tokens")
