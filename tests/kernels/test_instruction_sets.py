@@ -53,7 +53,7 @@ def built(name: str) -> Kernels:
 def test_packed_products(variant: str, dtype: torch.dtype, gated: bool) -> None:
     """Each number of rows that has a tile of its own: against fp64, and bit for bit against each row alone."""
     kernels = built(variant)
-    for out, width in ((34, 30), (100, 512)):
+    for out, width in ((34, 30), (100, 512), (40, 1100)):
         weight = (torch.randn(out, width) / width**0.5).to(dtype)
         x = torch.randn(max(ROWS), width).to(dtype)
         product = linear.PackedProduct(weight, kernels, gated)

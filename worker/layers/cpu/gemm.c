@@ -2,6 +2,8 @@
 #include "gemm.h"
 
 #define CHUNK_ROWS (9 * MAX_TILE_ROWS) /* rows that pass all weights before the next: they stay in the second-level cache */
+#define MAX_SHARE 8 /* of task_share */
+#define SHARE_BYTES (384 << 10) /* of weights that a task's rows pass in turn */
 /* Measured on Zen 4: with few rows the hardware's own prefetch reaches the DRAM bound; with more, arithmetic starves it
  * and asking 8 KiB ahead into the second-level cache gains a third at 8 rows. */
 #define PREFETCH_MIN_ROWS 5
@@ -43,6 +45,33 @@ EXPORT void db_pack(char *packed, const char *weight, int64_t cols, int64_t k, i
 #else
 #define MAX_TILE_ROWS 6 /* times half a pair: 12 accumulators, two weights and two spare registers */
 #endif
+
+/* Rows of a tile that begins at row `begin` of n. */
+INLINE int64_t tile_rows(int64_t n, int64_t begin) {
+    const int64_t left = n - begin, tiles = (left + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+#if GEMM_LANES == LANES
+    return (left + tiles - 1) / tiles;
+#else /* full tiles are so much better that one small one is the lesser evil */
+    return tiles > 1 ? MAX_TILE_ROWS : left;
+#endif
+}
+
+/* bf16 that is multiplied in fp32: rows are widened once for several pairs, in parts that stay in the first-level cache. */
+#define WIDENED_INPUTS (GEMM_LANES == LANES ? 512 : 1024)
+#define MIN_WIDENED_ROWS 4
+
+/* How many of n rows: all but a last tile of few. */
+INLINE int64_t widened_rows(int64_t n) {
+    int64_t begin = 0;
+    while (begin < n && tile_rows(n, begin) >= MIN_WIDENED_ROWS) begin += tile_rows(n, begin);
+    return begin;
+}
+
+/* Pairs a task takes, so that their weights stay in the second-level cache while rows pass them. */
+INLINE int64_t pair_share(int64_t pairs, int64_t pair_bytes) {
+    const int64_t share = task_share(pairs), most = SHARE_BYTES / pair_bytes;
+    return most < 1 ? 1 : most < share ? most : share;
+}
 
 #define T float
 #define NAME(x) x##_f32

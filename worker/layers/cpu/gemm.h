@@ -4,8 +4,8 @@
  *
  *     pair p:  | k step 0: 16 columns | 16 columns | k step 1: 16 columns | 16 columns | ...
  *
- * a k step is one fp32, or two bf16 (what vdpbf16ps takes, and otherwise widened to fp32 as they are read). A pair is columns 32p..32p+31, or, for a gated layer,
- * columns 16p..16p+15 of gate and of up. Every output is one chain of multiply-adds in the order of k: it depends
+ * a k step is one fp32, or two bf16 (what vdpbf16ps takes; otherwise they are widened to fp32, weights as they are read, rows once
+ * for several pairs). A pair is columns 32p..32p+31, or, for a gated layer, columns 16p..16p+15 of gate and of up. Every output is one chain of multiply-adds in the order of k: it depends
  * neither on n nor on the row's place nor on the threads.
  */
 #ifndef DEPTHBATCH_GEMM_H
