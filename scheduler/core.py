@@ -328,5 +328,6 @@ def _retired(step: InFlightStep, result: StageResult) -> RetiredStage:
         result.start_s,
         result.end_s,
         awaited=step.stage is Stage.CODA and step.blocks_next,
+        verdict_s=step.verdict_s,
         moved_s=result.moved_s,
     )

@@ -124,6 +124,7 @@ class Dispatch:
         if record.final.any():  # are the lanes behind a final readout right?
             heads = int(np.count_nonzero(~chains.guess[record.lanes[record.final]]))
             step.blocks_next = self.verdicts.awaited(heads, rows.sequences)
+            step.verdict_s = self.verdicts.loss_s
         for slot in rows.slot.take(last).tolist():
             self._requests.drain(self._request_at(slot))
         return self._send(step, frame)

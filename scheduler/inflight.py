@@ -34,6 +34,7 @@ class InFlightStep:
     depths: tuple[int, ...] = ()  # exit depth of each sampled token
     targets: PromptTargets | None = None  # prompt tokens whose logprobs it brings
     chained: CodaRows | None = None  # a coda's rows whose token or successor is not certain
+    verdict_s: float | None = None  # a coda that says which guesses are right: seconds lost with it (verdicts.py)
 
     @property
     def step_id(self) -> int:

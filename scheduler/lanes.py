@@ -61,7 +61,7 @@ _NO_STOP, _MANY_STOPS = -2, -3  # of a request whose stop tokens are not one
 _NO_LANES = np.zeros(0, np.intp)
 _EVERY_LOOP = np.iinfo(np.int32).max
 # by phase: the row may be read for a draft; it runs no more once the next coda is dispatched
-_READABLE, _LEAVES = np.isin(Phase, (READY, BLOCKED, HELD)), np.isin(Phase, (EXITED, READ))
+_READABLE, _LEAVES = np.isin(list(Phase), (READY, BLOCKED, HELD)), np.isin(list(Phase), (EXITED, READ))
 
 
 class Committed(NamedTuple):

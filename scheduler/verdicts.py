@@ -32,20 +32,20 @@ class Verdicts:
         self._right = self._wrong = 0.5 * _PRIOR_OUTCOMES
         self._counted = (0, 0)  # right and wrong guesses, as they were counted last
         self._last_end_s: float | None = None  # of the latest stage
+        self.loss_s = 0.0  # of the latest coda that was asked about, by what is known
         self._was_awaited = False
         self._since_measured = 0  # codas
 
     def awaited(self, sequences: int, active: int) -> bool:
         """Is this coda, with rows of so many sequences whose successor may be wrong, of so many active ones?"""
         share_wrong = self._wrong / (self._right + self._wrong)
+        going_on_s = self._core_s * share_wrong * sequences / max(active, 1)
+        self.loss_s = min(self._standstill_s, going_on_s)
         self._since_measured += 1
-        if self._standstill_s <= self._core_s * share_wrong * sequences / max(active, 1):
+        awaited = self._standstill_s <= going_on_s or self._since_measured >= _MEASURE_EVERY
+        if awaited:
             self._since_measured = 0
-            return True
-        if self._since_measured >= _MEASURE_EVERY:
-            self._since_measured = 0
-            return True
-        return False
+        return awaited
 
     def observe(self, step: InFlightStep, result: StageResult) -> None:
         """A stage has retired."""

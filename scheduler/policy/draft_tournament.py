@@ -71,7 +71,7 @@ class DraftCosts(NamedTuple):
     prelude: float  # where a coda starts or restarts a row: one that reads what has a successor already starts none
     coda_row: float
     prelude_row: float
-    wait: float = 0.0  # for the result of a coda that says whether a row behind is right
+    wait: float = 0.0  # lost with a coda that says whether rows behind are right, by waiting for it or by going on
 
 
 def candidates(max_lanes: int, r_max: int, depth: int | None = None) -> tuple[DraftSetting, ...]:

@@ -21,7 +21,7 @@ class Observed:
         self.forecast = ExitForecast(config.max_num_seqs, config.r_max)
         self.core_s = 0.0  # of the latest core step
         self.context = 0.0  # tokens a row, in the latest core step
-        self.wait_s = 0.0  # mean standstill after a coda that was awaited
+        self.wait_s = 0.0  # mean loss with a coda that says which guesses are right
         self._runs_ahead = config.max_stages_in_flight > 1
         self._last_end_s: float | None = None  # of the latest stage, on the worker's clock
         self._awaited = False  # was the latest stage
@@ -30,15 +30,16 @@ class Observed:
     def add(self, retired: RetiredStage) -> float:
         """A stage has retired; returns its cost in seconds. A stage costs what the worker waited for it, too, while there
         was work: that is how the price of a message per stage gets into the decision where stages are not queued ahead.
-        Where they are, the wait for a coda's result is a cost of drafts, and no stage's. Nor are copies of preempted K/V: the
+        Where they are, what is lost with a coda's result is a cost of drafts, and no stage's. Nor are copies of preempted K/V: the
         next prefill may have none."""
         start_s, end_s = retired.start_s, retired.end_s
         waited_since_s = start_s
         if not retired.after_no_work and self._last_end_s is not None:
             waited_since_s = self._last_end_s + retired.moved_s
         if self._awaited and self._runs_ahead:
-            self.wait_s += (1.0 - _FORGET_WAIT) * (start_s - waited_since_s - self.wait_s)
             waited_since_s = start_s
+        if retired.verdict_s is not None and self._runs_ahead:
+            self.wait_s += (1.0 - _FORGET_WAIT) * (retired.verdict_s - self.wait_s)
         self._last_end_s = end_s
         self._added = True
         self._awaited = retired.awaited

@@ -36,6 +36,7 @@ class RetiredStage(NamedTuple):
     start_s: float
     end_s: float
     awaited: bool = False  # a coda whose result had to come before the next choice
+    verdict_s: float | None = None  # lost with a coda that says which guesses are right, by waiting or by going on
     moved_s: float = 0.0  # that copies of preempted K/V took right before it
 
 

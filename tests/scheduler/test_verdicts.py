@@ -6,6 +6,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.frames import Stage
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import RequestParams, StageResult, Submit
@@ -14,7 +15,10 @@ from depthbatch.scheduler.inflight import InFlightStep
 from depthbatch.scheduler.lanes import Chains
 from depthbatch.scheduler.policy.drafts import FixedDrafts
 from depthbatch.scheduler.policy.fixed import Refill
+from depthbatch.scheduler.policy.observed import Observed
+from depthbatch.scheduler.policy.view import RetiredStage
 from depthbatch.scheduler.verdicts import Verdicts
+from depthbatch.worker.simulated import find_profile, simulated_info
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
 from fakes.strategies import VOCAB, prompt_of
@@ -103,3 +107,18 @@ def test_nothing_is_waited_for_and_the_output_is_the_same(acceptance: float) -> 
     for request_id, answer in harness.answers.items():
         submit = harness.submits[request_id]
         assert answer.tokens == plain_decode(prompt_of(submit), submit.params, config).tokens
+
+
+@pytest.mark.parametrize(("mode", "expected_s"), [("lookahead", 0.3e-3), ("off", 0.0)])
+def test_what_is_lost_with_a_result_is_a_cost_of_drafts(mode: str, expected_s: float) -> None:
+    """The smaller of both losses, of codas that say anything: a policy that took the standstill where nothing waits would run too
+    few drafts. One stage at a time every stage is waited for, and the wait is in its own cost."""
+    options = EngineConfig(kv_layout="last_exited", speculation="auto", async_scheduling=mode)
+    config = SchedulerConfig.resolve(options, simulated_info(options, find_profile("h100-ouro-1.4b")))
+    observed, verdicts = Observed(config), learned(2e-3, 100, 0)
+    verdicts.awaited(1, 1)
+    assert 0.0 < verdicts.loss_s < 0.1 * CORE_S
+    slots = np.array([1])
+    for loss_s in [0.3e-3, None] * 100:
+        observed.add(RetiredStage(Stage.CODA, 1, slots, (4,), 0, (), False, 0.0, CODA_S, verdict_s=loss_s))
+    assert observed.wait_s == pytest.approx(expected_s, rel=0.01)
