@@ -11,7 +11,7 @@ round. The first round, in which things are learned, is thrown away.
 
 ``step``: benchmarks/cpu_step.py.
 
-``all-reduce`` and ``drafts`` have modules of their own.
+``kv``, ``all-reduce`` and ``drafts`` have modules of their own.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import torch
 
 from depthbatch.benchmarks.all_reduce import add_all_reduce_arguments, run_all_reduce
 from depthbatch.benchmarks.cpu_drafts import add_cpu_drafts_arguments, run_cpu_drafts
+from depthbatch.benchmarks.cpu_kv import add_cpu_kv_arguments, run_cpu_kv
 from depthbatch.benchmarks.cpu_step import SHAPES, add_step_arguments, kernels_in_use, run_step
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.plain_loop import PlainLoop
@@ -65,6 +66,8 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     )
     step = what.add_parser("step", help="the kernels of a core step", allow_abbrev=False)
     add_step_arguments(step)
+    kv = what.add_parser("kv", help="a core step with quantised K and V beside plain ones", allow_abbrev=False)
+    add_cpu_kv_arguments(kv)
     sums = what.add_parser("all-reduce", help="what ranks pay to add up a layer's output", allow_abbrev=False)
     add_all_reduce_arguments(sums)
     drafts = what.add_parser("drafts", help="speculation beside none, with a real model", allow_abbrev=False)
@@ -73,7 +76,8 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "--threads", type=positive, default=threads, help=f"of a worker (default: {threads or 'torch decides'})"
         )
-    runs = {engine: run_engine, policies: run_policies, step: run_step, sums: run_all_reduce, drafts: run_cpu_drafts}
+    runs = {engine: run_engine, policies: run_policies, step: run_step, kv: run_cpu_kv, sums: run_all_reduce}
+    runs[drafts] = run_cpu_drafts
     for one, run in runs.items():
         add_output_argument(one)
         one.set_defaults(measure=run)

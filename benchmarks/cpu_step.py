@@ -19,6 +19,7 @@ from torch import Tensor
 from depthbatch.benchmarks.plain_loop import Shape
 from depthbatch.common.arguments import positive, seconds
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import AttentionBackend, CacheGeometry, DecodeRows
 from depthbatch.worker.attention.cpu import CpuAttention
 from depthbatch.worker.attention.select import select_backend
@@ -172,7 +173,13 @@ class StepBench:
     """KV memory for ``batch`` rows at context ``context``; without ``beside`` one plane of it, and no oracle."""
 
     def __init__(
-        self, shape_name: str, batch: int, context: int, beside: bool = True, dtype: torch.dtype = torch.bfloat16
+        self,
+        shape_name: str,
+        batch: int,
+        context: int,
+        beside: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        kind: KVCacheDtype = KVCacheDtype.AUTO,
     ) -> None:
         self.shape_name, self.batch, self.context, self.dtype = shape_name, batch, context, dtype
         shape = self.shape = SHAPES[shape_name]
@@ -186,11 +193,13 @@ class StepBench:
             (1 if is_long else shape.loops,) * shape.layers,
             dtype,
             torch.device("cpu"),
+            kv_cache_dtype=kind,
         )
         self.ours, self.oracle = select_backend(geometry), None if is_long else select_backend(geometry, "sdpa")
         assert isinstance(self.ours, CpuAttention)
-        for cache in (*self.ours.k_cache, *self.ours.v_cache):
-            cache.fill_(0.01)  # memory that was never written is one page, which is always in the cache
+        for layer in range(shape.layers):
+            for memory in self.ours.memory(layer):  # that was never written is one page, which is always in the cache
+                memory.fill_(1 if memory.dtype is torch.uint8 else 0.01)
         tables = torch.zeros(batch + 1, blocks, dtype=torch.int32)
         tables[1:] = 1 + torch.randperm(batch * blocks).int().view(batch, blocks)
         slots = torch.arange(1, batch + 1, dtype=torch.int32)
@@ -198,7 +207,9 @@ class StepBench:
         self.rotation = Rotation(
             False, torch.randn(batch, shape.head_dim // 2), torch.randn(batch, shape.head_dim // 2)
         )
-        self.kv_bytes = 4 * batch * context * shape.hidden  # of one layer: K and V, bf16
+        vectors = 2 * batch * context * shape.heads  # of one layer: K and V
+        self.kv_bytes = vectors * kind.bytes_per_vector(shape.head_dim, dtype.itemsize)
+        self.qkv = torch.randn(batch, 3 * shape.hidden, dtype=dtype)
         self.kv_operations = 4 * batch * context * shape.hidden
 
     def input(self) -> Tensor:
@@ -210,16 +221,15 @@ class StepBench:
         x, context = self.input(), StackContext(self.ours, self.rows)
         return lambda: stack(x, self.rotation, context)
 
+    def attend(self, backend: AttentionBackend | None = None) -> None:
+        """The attention of every layer, by ours unless told otherwise."""
+        for layer in range(self.shape.layers):
+            (backend or self.ours).decode_qkv(layer, self.qkv, self.rotation, self.rows)
+
     def attention(self, machine: Machine, seconds: float) -> Row:
-        qkv = torch.randn(self.batch, 3 * self.shape.hidden).bfloat16()
-
-        def run(backend: AttentionBackend) -> None:
-            for layer in range(self.shape.layers):
-                backend.decode_qkv(layer, qkv, self.rotation, self.rows)
-
-        runs: dict[str, Callable[[], object]] = {"ours": lambda: run(self.ours)}
+        runs: dict[str, Callable[[], object]] = {"ours": self.attend}
         if (oracle := self.oracle) is not None:
-            runs["gather + SDPA"] = lambda: run(oracle)
+            runs["gather + SDPA"] = lambda: self.attend(oracle)
         times = in_turns(runs, seconds, self.shape.layers)
         bound = machine.bound_us(self.kv_bytes, self.kv_operations)
         return Row(f"attention at {self.context}", self.shape_name, self.batch, bound, times)

@@ -37,6 +37,20 @@ def test_kernels_of_a_step_are_timed_beside_the_plain_way(tmp_path: Path) -> Non
         assert row["of_bound"] == pytest.approx(next(iter(row["times_us"].values())) / row["bound_us"])
 
 
+def test_steps_with_quantised_k_and_v_are_timed_beside_plain_ones(tmp_path: Path) -> None:
+    """In one run, every kind; what is read shrinks from 128 bytes a vector of 64 bf16 to 66."""
+    output = tmp_path / "kv.json"
+    sizes = ["--batches", "2", "--contexts", "40", "--seconds", "0.001", "--threads", "1"]
+    assert cpu.run_cpu(parsed("kv", *sizes, "--output", str(output))) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    kinds = row["by_kv_cache_dtype"]
+    assert list(kinds) == ["auto", "int8", "fp8"] and (row["batch"], row["context"]) == (2, 40)
+    assert [kind["kv_bytes"] for kind in kinds.values()] == [12 * 2 * 2 * 40 * 8 * size for size in (128, 66, 66)]
+    for kind in kinds.values():
+        assert kind["attention_us"] > 0 and kind["core_step_us"] > 0
+        assert kind["core_step_speedup"] == kinds["auto"]["core_step_us"] / kind["core_step_us"]
+
+
 def test_a_step_is_divided_into_kernel_operators_and_the_rest() -> None:
     """The clock must be in the stack that the engine runs, and gone afterwards. Bug: where oneDNN multiplies (AMX) its operators
     were not counted, so that nearly all of a step seemed to be outside."""
