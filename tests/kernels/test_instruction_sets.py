@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.layers import int8, linear, ops_torch
 from depthbatch.worker.layers.cpu import compile as building
@@ -138,9 +139,11 @@ def test_a_prefilled_token_has_the_bits_of_a_decoded_one(
 
 @pytest.mark.parametrize("variant", PACKED)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_token_does_not_see_later_ones(variant: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "head_dim"), [("auto", 24), ("int8", 24), ("int8", 32), ("fp8", 32)])
+def test_a_token_does_not_see_later_ones(variant: str, dtype: torch.dtype, kind: str, head_dim: int) -> None:
     """Not even those of its own chunk, and if they are not a number."""
-    geometry = CacheGeometry(33, 16, 4, 2, 24, (1, 1), dtype, torch.device("cpu"))
+    device, stored = torch.device("cpu"), KVCacheDtype(kind)
+    geometry = CacheGeometry(33, 16, 4, 2, head_dim, (1, 1), dtype, device, kv_cache_dtype=stored)
     case = make_case(geometry, built(variant), 0)
     inputs, rows = case.projections(30), chunk(case, 0, 30)
     wanted = case.tested.prefill(1, *inputs, rows)

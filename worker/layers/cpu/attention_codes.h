@@ -23,18 +23,34 @@ INLINE void NAME(widen)(float *wide, const T *x, int dh) {
     for (; d < dh; d++) wide[d] = GET(x + d);
 }
 
+/* Whether sums are of whole numbers: int8 with queries and weights of 16 bits, more than their 8 in bf16. */
+INLINE int NAME(in_whole)(int kind, int dh) {
+#ifdef WIDE_CODES
+    return kind == KV_INT8 && sizeof(T) == 2 && dh % 16 == 0;
+#else
+    return 0;
+#endif
+}
+
 INLINE void NAME(start_query)(
     const NAME(Run) * run, int i, const T *q, const T *bias, const float *cos, const float *sin, int rope, int dh
 ) {
     T rotated[dh];
     NAME(rotate)(rotated, q, bias, cos, sin, rope, dh);
-    NAME(widen)(run->tiles.q + i * dh, rotated, dh);
+    float *wide = run->tiles.q + i * dh;
+    NAME(widen)(wide, rotated, dh);
+    if (NAME(in_whole)(run->kind, dh)) { /* [head_dim] whole numbers, then what one is worth */
+        int16_t whole[dh];
+        const float worth = to_whole(whole, wide, dh, dh);
+        memcpy(wide, whole, sizeof(whole));
+        wide[dh / 2] = worth;
+    }
     memset(run->tiles.acc + i * acc_width_f32(dh), 0, sizeof(float) * acc_width_f32(dh));
 }
 
 /* The tile at hand begins at vector `at`, the next one at `next`. */
 INLINE void NAME(take_scales)(NAME(Run) * run, const LayerArgs *layer, int64_t at, int64_t next, int num_heads) {
-    run->k_scales = layer->k_scales + at, run->v_scales = layer->v_scales + at, run->kind = layer->kind;
+    run->k_scales = layer->k_scales + at, run->v_scales = layer->v_scales + at;
     for (int64_t i = 0; i < (int64_t)num_heads * layer->block_size; i += 64 / (int64_t)sizeof(bf16)) {
         __builtin_prefetch(layer->k_scales + next + i, 0, 2);
         __builtin_prefetch(layer->v_scales + next + i, 0, 2);
@@ -55,6 +71,13 @@ INLINE void NAME(score_head)(
     float *weights = run->tiles.weights + i * TILE;
     const float *q = run->tiles.q + i * dh;
 #ifdef WIDE_CODES
+    if (NAME(in_whole)(KIND, dh)) {
+        for (int j = 0; j < count; j++, q += dh, weights += TILE) {
+            if (n == TILE) whole_scores((const int16_t *)q, q[dh / 2], k, next, TILE, dh, weights);
+            else whole_scores((const int16_t *)q, q[dh / 2], k, next, n, dh, weights);
+        }
+        return;
+    }
     if (count == 1 && dh % 32 == 0) {
         if (n == TILE) query_codes(q, k, next, TILE, dh, weights, KIND);
         else query_codes(q, k, next, n, dh, weights, KIND);
@@ -72,6 +95,13 @@ INLINE void NAME(value_head)(
     NAME(Run) * run, const uint8_t *v, const uint8_t *next, int i, int count, int group, int64_t end, int n, int dh, const int KIND
 ) {
 #ifdef WIDE_CODES
+    if (NAME(in_whole)(KIND, dh)) {
+        for (int j = 0; j < count; j++) {
+            float *acc = run->tiles.acc + (i + j) * acc_width_f32(dh);
+            add_whole(acc, run->tiles.weights + (i + j) * TILE, v, next, (int)smallest(n, end + j / group, n), dh);
+        }
+        return;
+    }
     if (count == 1 && dh % 16 == 0) {
         float *acc = run->tiles.acc + i * acc_width_f32(dh);
         add_codes(acc, run->tiles.weights + i * TILE, v, next, (int)smallest(n, end, n), dh, KIND);

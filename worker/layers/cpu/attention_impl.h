@@ -93,6 +93,9 @@ static void NAME(attend_run)(
 ) {
     const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group * num_heads;
     NAME(Run) run = NAME(make_run)(scratch, dh, queries);
+#ifdef CODES
+    run.kind = layer->kind;
+#endif
     for (int i = 0; i < queries; i++) { /* [num_heads, count, group] */
         const int64_t r = row + i / group % count, h = (head + i / (group * count)) * group + i % group;
         const T *q = (const T *)call->q + r * call->q_stride + h * dh;

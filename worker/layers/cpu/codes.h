@@ -131,6 +131,85 @@ INLINE void query_codes(const float *q, const uint8_t *k, const uint8_t *next, i
     _mm256_storeu_ps(scores + 8, _mm256_add_ps(acc[0][1], acc[1][1]));
 }
 
+/* x [count], widened, as whole numbers of 15 bits and a sign of which the largest is 32767; returns what one of them is worth. Padding
+ * up to `padded` is 0. Where x is no finite number the worth is none either, and so is what it is multiplied by. */
+INLINE float to_whole(int16_t *whole, const float *x, int count, int padded) {
+    uint32_t highest = 0;
+    for (int i = 0; i < count; i++) {
+        const uint32_t size = bits_of(x[i]) & 0x7fffffffu;
+        highest = size > highest ? size : highest;
+    }
+    float most;
+    memcpy(&most, &highest, 4);
+    const float worth = most * (1.0f / 32767.0f);
+    const float times = worth >= SMALLEST_SCALE && worth < INFINITY ? 1.0f / worth : 0.0f;
+    for (int i = 0; i < padded; i++) {
+        const float scaled = i < count && times != 0.0f ? x[i] * times : 0.0f;
+        whole[i] = (int16_t)bits_of(scaled + WHOLE_NUMBER);
+    }
+    return worth;
+}
+
+/* scores [TILE] of one query of whole numbers with int8 keys, without their scales: exact sums. dh a multiple of 16. */
+INLINE void whole_scores(
+    const int16_t *q, float worth, const uint8_t *k, const uint8_t *next, int n, int64_t dh, float *scores
+) {
+    for (int g = 0; g < TILE; g += 8) {
+        __m256i sum[8] = {0};
+        for (int64_t d = 0; d < dh; d += 16) {
+            const __m256i features = _mm256_loadu_si256((const __m256i *)(q + d));
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                const __m256i key = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(KEY(g + i) + d)));
+                if (d % 64 == 0) __builtin_prefetch(next + (g + i) * dh + d, 0, 2);
+                sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(key, features));
+            }
+        }
+        const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]), _mm256_hadd_epi32(sum[2], sum[3]));
+        const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[4], sum[5]), _mm256_hadd_epi32(sum[6], sum[7]));
+        const __m256i all = _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+        _mm256_storeu_ps(scores + g, _mm256_mul_ps(_mm256_cvtepi32_ps(all), _mm256_set1_ps(worth)));
+    }
+}
+
+/* acc [dh] += sum over t < n of weights [t], as whole numbers, times the int8 codes of token t: exact but for the last step.
+ * dh a multiple of 16. */
+INLINE void add_whole(float *acc, const float *weights, const uint8_t *v, const uint8_t *next, int n, int64_t dh) {
+    int16_t whole[TILE];
+    const __m256 worth = _mm256_set1_ps(to_whole(whole, weights, n, TILE));
+    for (int64_t d = 0, width; d < dh; d += width) {
+        width = dh - d >= 64 ? 64 : 16;
+        __m256i low[4] = {0}, high[4] = {0};
+        for (int t = 0; t < n; t += 2) {
+            const uint8_t *one = v + t * dh + d, *other = t + 1 < n ? one + dh : one; /* whose weight is then 0 */
+            int32_t pair;
+            memcpy(&pair, whole + t, 4);
+            const __m256i weight = _mm256_set1_epi32(pair);
+            if (d % 64 == 0) {
+                __builtin_prefetch(next + t * dh + d, 0, 2);
+                __builtin_prefetch(next + (t + 1) * dh + d, 0, 2);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                if (16 * i >= width) continue;
+                const __m256i a = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(one + 16 * i)));
+                const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(other + 16 * i)));
+                low[i] = _mm256_add_epi32(low[i], _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), weight));
+                high[i] = _mm256_add_epi32(high[i], _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), weight));
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            if (16 * i >= width) continue;
+            float *to = acc + d + 16 * i; /* unpacking works within 128 bits: low has features 0..3 and 8..11 */
+            const __m256 first = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(low[i], high[i], 0x20));
+            const __m256 second = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(low[i], high[i], 0x31));
+            _mm256_storeu_ps(to, multiply_add_256(first, worth, _mm256_loadu_ps(to)));
+            _mm256_storeu_ps(to + 8, multiply_add_256(second, worth, _mm256_loadu_ps(to + 8)));
+        }
+    }
+}
+
 /* acc [dh] += sum over t < n of weights [t] times the codes of token t. dh a multiple of 16. */
 INLINE void add_codes(float *acc, const float *weights, const uint8_t *v, const uint8_t *next, int n, int64_t dh, int kind) {
     for (int64_t d = 0, width; d < dh; d += width) {
