@@ -124,7 +124,7 @@ class Dispatch:
         if record.final.any():  # are the lanes behind a final readout right?
             heads = int(np.count_nonzero(~chains.guess[record.lanes[record.final]]))
             step.blocks_next = self.verdicts.awaited(heads, rows.sequences)
-            step.verdict_s = self.verdicts.loss_s
+            step.verdict_s, step.blocks_after_core = self.verdicts.loss_s, self.verdicts.due_behind_a_core_step
         for slot in rows.slot.take(last).tolist():
             self._requests.drain(self._request_at(slot))
         return self._send(step, frame)
@@ -151,7 +151,7 @@ class Dispatch:
         step, frame = self._decode(Stage.PRELUDE, slots, now, new_blocks, Variant.GATES if gated else PLAIN, extra)
         step.moved_blocks = moved
         if gated:
-            step.epochs, step.blocks_next = rows.epoch.take(slots), waits
+            step.epochs, step.blocks_next, step.blocks_after_core = rows.epoch.take(slots), waits, True
         return self._send(step, frame)
 
     def prefill(self, now: float, limit: PrefillLimit | None) -> ScheduledStage:

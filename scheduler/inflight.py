@@ -25,7 +25,8 @@ class InFlightStep:
     dispatched_s: float
     lanes: SlotArray  # [rows]; slots, of a prefill
     orders: npt.NDArray[np.int64]  # [rows] of the requests that the rows were of
-    blocks_next: bool = False  # nothing may be chosen before its result (own, preloop)
+    blocks_next: bool = False  # nothing may be chosen before its result (own, preloop, and codas by verdicts.py)
+    blocks_after_core: bool = False  # nor behind a core step after it, where one may be chosen before
     loops: Int32Array | None = None  # core with gates: loop of each row
     epochs: SlotArray | None = None  # with gates: epoch of each row
     moved_blocks: int = 0  # between KV and host memory, before it
@@ -57,7 +58,8 @@ class InFlight:
     ``lookahead``: up to two core steps, everything in between rides along. The exits of a core step follow from the
     gates of the step before it, so they are known once that one is answered: with two core steps in flight nothing
     more is chosen. Those of a first loop follow from the prelude before it: with that and a core step behind it in flight
-    nothing is chosen either. ``async``: nothing is chosen while a core step is in flight. ``off``: one stage at a time.
+    nothing is chosen either, and the same goes for a coda whose result says which drafts are right. ``async``: nothing is
+    chosen while a core step is in flight. ``off``: one stage at a time.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -66,7 +68,7 @@ class InFlight:
         self._max_cores = config.max_cores_in_flight
         self._cores = 0
         self._blocking = 0
-        self._deciding = 0  # preludes that decide exits
+        self._deciding = 0  # steps whose result is due behind the next core step
         self._overdue = 0  # those of them with a core step behind
 
     def __len__(self) -> int:
@@ -90,7 +92,7 @@ class InFlight:
         self._steps.append(step)
         self._cores += step.stage is Stage.CORE
         self._blocking += step.blocks_next
-        self._deciding += step.stage is Stage.PRELUDE and step.decides
+        self._deciding += step.blocks_after_core
         if step.stage is Stage.CORE:
             self._overdue = self._deciding
 
@@ -106,7 +108,7 @@ class InFlight:
         step = self._steps.popleft()
         self._cores -= step.stage is Stage.CORE
         self._blocking -= step.blocks_next
-        if step.stage is Stage.PRELUDE and step.decides:
+        if step.blocks_after_core:
             self._deciding -= 1
             self._overdue = max(0, self._overdue - 1)
         return step

@@ -7,6 +7,7 @@ ones, the device's time is lost by all, or by n (1 - a) of S: the coda is awaite
 
     w <= c (1 - a) n / S.
 
+Where it is not, and w is shorter than a core step, the result is awaited behind the next one, so that no guess runs for two of them.
 w is measured after codas that were awaited, so one of ``_MEASURE_EVERY`` is whatever this says. Approximation: the rows that
 run for nothing cost nothing beside their sequence's time. The output is the same either way, as is every depth.
 """
@@ -46,6 +47,11 @@ class Verdicts:
         if awaited:
             self._since_measured = 0
         return awaited
+
+    @property
+    def due_behind_a_core_step(self) -> bool:
+        """A result that is not awaited comes while the next core step runs."""
+        return self._standstill_s < self._core_s
 
     def observe(self, step: InFlightStep, result: StageResult) -> None:
         """A stage has retired."""

@@ -12,6 +12,7 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from depthbatch.scheduler.policy.view import Policy
 from depthbatch.scheduler.stage_batch import ScheduledStage
+from depthbatch.scheduler.verdicts import Verdicts
 from fakes.paged_model import plain_decode
 from fakes.paged_worker import PagedWorker, logprobs_of
 
@@ -30,6 +31,21 @@ class Answer:
     stop_reason: int | None = None
 
 
+class GivenVerdicts(Verdicts):
+    """Learns nothing."""
+
+    def __init__(self, awaits: Callable[[], bool]) -> None:
+        super().__init__(None)
+        self._awaits = awaits
+
+    def awaited(self, sequences: int, active: int) -> bool:
+        return self._awaits()
+
+    @property
+    def due_behind_a_core_step(self) -> bool:
+        return self._awaits()
+
+
 class Lockstep:
     """Scheduler and worker in one thread. Every event is checked against the rules of a stream."""
 
@@ -42,7 +58,7 @@ class Lockstep:
         awaits: Callable[[], bool] | None = None,
     ) -> None:
         """``acceptance``: how often drafts are right. ``policy``: in place of the config's. ``awaits``: whether a coda that
-        says which guesses are right is awaited, in place of what is learned."""
+        says which guesses are right is awaited, and if not, then behind a core step, in place of what is learned."""
         self.config = config
         self._policy = policy
         self._awaits = awaits
@@ -107,9 +123,9 @@ class Lockstep:
         self._settle(self.scheduler.drain_events())
 
     def _new_scheduler(self) -> Scheduler:
-        scheduler, awaits = Scheduler(self.config, self._policy), self._awaits
-        if awaits is not None:
-            scheduler._dispatch.verdicts.awaited = lambda sequences, active: awaits()  # type: ignore[method-assign]
+        scheduler = Scheduler(self.config, self._policy)
+        if self._awaits is not None:
+            scheduler._dispatch.verdicts = GivenVerdicts(self._awaits)
         return scheduler
 
     def _start_worker(self) -> None:

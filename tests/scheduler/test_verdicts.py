@@ -19,7 +19,7 @@ from depthbatch.scheduler.policy.observed import Observed
 from depthbatch.scheduler.policy.view import RetiredStage
 from depthbatch.scheduler.verdicts import Verdicts
 from depthbatch.worker.simulated import find_profile, simulated_info
-from fakes.paged_lockstep import Lockstep
+from fakes.paged_lockstep import GivenVerdicts, Lockstep
 from fakes.paged_model import plain_decode
 from fakes.strategies import VOCAB, prompt_of
 
@@ -71,10 +71,14 @@ def test_an_interrupted_machine_is_no_wait() -> None:
     assert learned(3.0, 90, 10)._standstill_s <= CORE_S
 
 
+@pytest.mark.parametrize("due", [False, True])
 @pytest.mark.parametrize("acceptance", [0.0, 0.8, 1.0])
-def test_nothing_is_waited_for_and_the_output_is_the_same(acceptance: float) -> None:
+def test_nothing_is_waited_for_and_the_output_is_the_same(
+    acceptance: float, due: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stages are chosen as far ahead as they may be, so that chains run on behind guesses that turn out to be wrong: tokens
-    and depths are those of the plain loop, and the fake worker raises at any read of what is not final."""
+    and depths are those of the plain loop, and the fake worker raises at any read of what is not final. A result that is
+    ``due`` behind a core step is behind one, not two."""
     config = SchedulerConfig(
         policy="refill",
         max_num_seqs=3,
@@ -92,18 +96,21 @@ def test_nothing_is_waited_for_and_the_output_is_the_same(acceptance: float) -> 
         draft_lanes=3,
     )
     policy = Refill(1, FixedDrafts(DraftLimit(3, 1)))
+    monkeypatch.setattr(GivenVerdicts, "due_behind_a_core_step", due)
     harness = Lockstep(config, acceptance=acceptance, policy=policy, awaits=lambda: False)
     for index in range(5):
         params = RequestParams(max_tokens=24, max_loops=4, seed=index, stop_token_ids=(index % 3,))
         assert harness.submit(Submit(index, np.array([index, 2, 3], np.int32).tobytes(), params))
-    ahead = 0
+    ahead = {0}  # core steps behind a coda that is not answered
     while any(answer.finish_reason is None for answer in harness.answers.values()):
         if harness.dispatch() is None:
             harness.complete()
-        steps = harness.scheduler._in_flight._steps
-        ahead += any(step.chained is not None and step.chained.final.any() for step in list(steps)[:-1])
+        steps = list(harness.scheduler._in_flight._steps)
+        unheard = [at for at, step in enumerate(steps) if step.chained is not None and step.chained.final.any()]
+        if unheard:
+            ahead.add(sum(step.stage is Stage.CORE for step in steps[unheard[0] :]))
     harness.run()
-    assert ahead > 0
+    assert max(ahead) == (1 if due else 2)
     for request_id, answer in harness.answers.items():
         submit = harness.submits[request_id]
         assert answer.tokens == plain_decode(prompt_of(submit), submit.params, config).tokens
