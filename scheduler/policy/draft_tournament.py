@@ -95,10 +95,11 @@ def candidates(max_lanes: int, r_max: int, depth: int | None = None) -> tuple[Dr
 class DraftTournament:
     """Plays every candidate on the same depths and the same u_p, one core step at a time."""
 
-    def __init__(self, settings: tuple[DraftSetting, ...], ordered: bool) -> None:
-        """``ordered``: a row is read for good in a later boundary than the row ahead (coda has layers)."""
+    def __init__(self, settings: tuple[DraftSetting, ...], ordered: bool, rows_for: float = np.inf) -> None:
+        """``ordered``: a row is read for good in a later boundary than the row ahead (coda has layers). ``rows_for``: so many
+        draft lanes a stage has for every sequence; with more, rows that are read count until the next boundary."""
         self.settings = settings
-        self._ordered = ordered
+        self._rules = ordered, rows_for
         undrafted = {setting.pause: index for index, setting in enumerate(settings) if not setting.lanes}
         self._undrafted = [undrafted[setting.pause] for setting in settings]
         self._u = np.random.default_rng(0).random((SEQUENCES, _DRAWS))
@@ -121,7 +122,7 @@ class DraftTournament:
         self._depths = depths
         group = 1 << min(active, SEQUENCES).bit_length() - 1
         if group not in self._games:
-            self._games[group] = _Game(self.settings, group, self._ordered)
+            self._games[group] = _Game(self.settings, group, *self._rules)
         self._game = self._games[group]
 
     @property
@@ -160,7 +161,7 @@ class _Game:
     """All candidates, with groups of so many sequences that share their stages. Arrays by sequence are
     [candidates * SEQUENCES], a candidate's groups side by side; arrays by lane [lanes, candidates * SEQUENCES], oldest first."""
 
-    def __init__(self, settings: tuple[DraftSetting, ...], group: int, ordered: bool) -> None:
+    def __init__(self, settings: tuple[DraftSetting, ...], group: int, ordered: bool, rows_for: float) -> None:
         n = len(settings)
         self.group = group
         self.rounds = 0.0  # with forgetting
@@ -168,6 +169,7 @@ class _Game:
         self.counts = np.zeros((_DRAFT_ROWS + 1, n))
         self._ordered = ordered
         self._lanes, self._depth, self._asks, _ = np.repeat(np.array(settings), SEQUENCES, axis=0).T
+        self._early = self._lanes <= rows_for  # the result of a boundary does not come before its drafts
         self._pause = np.repeat([setting.pause for setting in settings], SEQUENCES // group)
         self._width = lanes_of_a_slot(int(self._lanes.max()))
         self._slot = np.tile(np.arange(SEQUENCES), n)
@@ -200,7 +202,8 @@ class _Game:
         final = unread.copy()
         if self._ordered:
             final[1:] &= done[:-1] == 2
-        left = self._alive - np.count_nonzero(final | (done == 2), axis=0)  # of the chain, after the next boundary
+        leaving = self._early * np.count_nonzero(final | (done == 2), axis=0)
+        left = self._alive - leaving  # of the chain, as the next boundary has it
         self._since += 1
         asks = tail_loop >= self._depth
         if not self._ordered:

@@ -78,7 +78,8 @@ class LearnedDrafts:
         self._observed = observed
         self._spare_rows = config.buckets[-1] - config.max_num_seqs
         settings = candidates(config.draft_lanes, config.r_max, config.draft_depth)
-        self.tournament = DraftTournament(settings, config.coda_layers > 0)
+        rows_for = self._spare_rows // config.max_num_seqs
+        self.tournament = DraftTournament(settings, config.coda_layers > 0, rows_for)
         self.acceptance = Acceptance(config.r_max)
         depth = next(setting.depth for setting in settings if setting.lanes)
         self._depths = sorted({setting.depth for setting in settings if setting.lanes})
