@@ -11,7 +11,7 @@ round. The first round, in which things are learned, is thrown away.
 
 ``step``: benchmarks/cpu_step.py.
 
-``kv``, ``all-reduce`` and ``drafts`` have modules of their own.
+``kv``, ``all-reduce``, ``drafts`` and ``tokens`` have modules of their own.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from depthbatch.benchmarks.all_reduce import add_all_reduce_arguments, run_all_r
 from depthbatch.benchmarks.cpu_drafts import add_cpu_drafts_arguments, run_cpu_drafts
 from depthbatch.benchmarks.cpu_kv import add_cpu_kv_arguments, run_cpu_kv
 from depthbatch.benchmarks.cpu_step import SHAPES, add_step_arguments, kernels_in_use, run_step
+from depthbatch.benchmarks.cpu_tokens import add_tokens_arguments, run_tokens
 from depthbatch.benchmarks.flops import stage_flops
 from depthbatch.benchmarks.plain_loop import PlainLoop
 from depthbatch.benchmarks.record import Record, add_output_argument, print_table, write_json
@@ -56,7 +57,9 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     engine = what.add_parser("engine", help="the engine against a plain eager loop", allow_abbrev=False)
     engine.add_argument("--w", type=width, default=32, help="W: most active sequences")
     engine.add_argument("--rounds", type=positive, default=4, help="requests per slot")
-    engine.add_argument("--layouts", nargs="+", choices=KV_LAYOUTS, default=["last_exited", "single"])
+    engine.add_argument(
+        "--layouts", nargs="*", choices=KV_LAYOUTS, default=["last_exited", "single"], help="none: full depth alone"
+    )
     policies = what.add_parser("policies", help="auto against the fixed policies", allow_abbrev=False)
     policies.add_argument("--w", type=width, default=16, help="W: most active sequences")
     policies.add_argument("--requests-per-slot", type=positive, default=2)
@@ -72,12 +75,21 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     add_all_reduce_arguments(sums)
     drafts = what.add_parser("drafts", help="speculation beside none, with a real model", allow_abbrev=False)
     add_cpu_drafts_arguments(drafts)
-    for one, threads in ((engine, None), (policies, 1), (step, None)):
+    tokens = what.add_parser("tokens", help="what a token costs, stage by stage", allow_abbrev=False)
+    add_tokens_arguments(tokens)
+    for one, threads in ((engine, None), (policies, 1), (step, None), (tokens, None)):
         one.add_argument(
             "--threads", type=positive, default=threads, help=f"of a worker (default: {threads or 'torch decides'})"
         )
-    runs = {engine: run_engine, policies: run_policies, step: run_step, kv: run_cpu_kv, sums: run_all_reduce}
-    runs[drafts] = run_cpu_drafts
+    runs: dict[argparse.ArgumentParser, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        engine: run_engine,
+        policies: run_policies,
+        step: run_step,
+        kv: run_cpu_kv,
+        tokens: run_tokens,
+        sums: run_all_reduce,
+        drafts: run_cpu_drafts,
+    }
     for one, run in runs.items():
         add_output_argument(one)
         one.set_defaults(measure=run)

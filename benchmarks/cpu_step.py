@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,9 @@ PEAK_ROUNDS = 400_000
 TURNS = 3
 LONGEST_WITH_ORACLE = 1024  # tokens of context; beyond there is one plane, and no gather + SDPA beside ours
 MULTIPLY_BF16, MULTIPLY_INT8 = 1, 2  # bounds.c
-Runs = Mapping[str, Callable[[], object]]
+Run = Callable[[], object]
+Clock = Callable[[], float]  # seconds
+Name = TypeVar("Name")
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,33 +94,37 @@ class Row(NamedTuple):
         )
 
 
-def least_us(run: Callable[[], object], seconds: float) -> float:
+def least_us(run: Callable[[], object], seconds: float, clock: Clock = time.perf_counter) -> float:
     """Least time of a run within ``seconds``, at least three runs after a warm-up."""
     run()
-    best, start, runs = float("inf"), time.perf_counter(), 0
-    while runs < 3 or time.perf_counter() - start < seconds:
-        begin = time.perf_counter()
+    best, start, runs = float("inf"), clock(), 0
+    while runs < 3 or clock() - start < seconds:
+        begin = clock()
         run()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, clock() - begin)
         runs += 1
     return 1e6 * best
 
 
-def in_turns(runs: Runs, seconds: float, count: int = 1) -> dict[str, float]:
+def in_turns(
+    runs: Mapping[Name, Run], seconds: float, count: int = 1, clock: Clock = time.perf_counter
+) -> dict[Name, float]:
     """Least time of each run, over turns in which each has the machine for a while; divided by ``count``."""
-    turns = [{name: least_us(run, seconds / TURNS) for name, run in runs.items()} for _ in range(TURNS)]
+    turns = [{name: least_us(run, seconds / TURNS, clock) for name, run in runs.items()} for _ in range(TURNS)]
     return {name: min(turn[name] for turn in turns) / count for name in runs}
 
 
-def measure_machine(kernels: Kernels, seconds: float) -> Machine:
+def measure_machine(kernels: Kernels, seconds: float, clock: Clock = time.perf_counter) -> Machine:
     """Read bandwidth of DRAM and the multiply-add rates of all threads."""
     memory = zeros_on_large_pages((BANDWIDTH_BYTES,), torch.uint8).fill_(1)
-    read_us = least_us(lambda: kernels.read(memory.data_ptr(), BANDWIDTH_BYTES), seconds)
+    read_us = least_us(lambda: kernels.read(memory.data_ptr(), BANDWIDTH_BYTES), seconds, clock)
     result = torch.zeros(1)
 
     def rate(kind: int) -> float:
         operations = kernels.multiply(PEAK_ROUNDS, kind, result.data_ptr())
-        return operations / least_us(lambda: kernels.multiply(PEAK_ROUNDS, kind, result.data_ptr()), seconds) * 1e6
+        return (
+            operations / least_us(lambda: kernels.multiply(PEAK_ROUNDS, kind, result.data_ptr()), seconds, clock) * 1e6
+        )
 
     return Machine(BANDWIDTH_BYTES / read_us * 1e6, rate(MULTIPLY_BF16), rate(MULTIPLY_INT8))
 

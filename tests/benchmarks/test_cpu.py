@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthbatch.benchmarks import cpu_drafts, cpu_step, device_clock, scheduler_cost
+from depthbatch.benchmarks import cpu_drafts, cpu_step, cpu_tokens, device_clock, scheduler_cost
 from depthbatch.benchmarks import cpu_speed as cpu
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.frames import Stage
 from depthbatch.deploy.cli.main import OneLineParser
 from depthbatch.worker.layers.cpu.library import cpu_kernels
 from depthbatch.worker.layers.linear import PackedProduct, choose_product
@@ -81,6 +82,43 @@ def test_all_reduce_runs_on_every_rank(tmp_path: Path) -> None:
     result = json.loads(output.read_text())
     assert [row["batch"] for row in result["rows"]] == [1, 3] and result["ranks"] == 2
     assert all(0 < row["least_us"] <= row["median_us"] for row in result["rows"])
+
+
+def test_a_token_is_a_prelude_all_loops_and_a_coda(tmp_path: Path) -> None:
+    """Of either kind of weights, with its parts; bf16 is held to all of its bytes and operations, int8 to half the bytes."""
+    output = tmp_path / "tokens.json"
+    sizes = ["--layers", "1", "--batches", "1", "3", "--context", "20", "--prefill", "24"]
+    assert cpu.run_cpu(parsed("tokens", *sizes, "--seconds", "0.001", "--threads", "1", "--output", str(output))) == 0
+    result = json.loads(output.read_text())
+    assert [(row["kind"], row["batch"]) for row in result["rows"]] == [
+        ("bf16", 1),
+        ("int8", 1),
+        ("bf16", 3),
+        ("int8", 3),
+    ]
+    for row in result["rows"]:
+        us = row["us"]
+        token_us = us["prelude"] + 4 * us["core"] + us["coda"]
+        assert row["tokens_per_s"] == pytest.approx(1e6 * row["batch"] / token_us)
+        assert sum(row["share"].values()) == pytest.approx(1.0)
+    assert [(row["kind"], row["tokens"]) for row in result["prefill"]] == [("bf16", 24), ("int8", 24)]
+    slow = cpu_step.Machine(1.0, 1e30, 1e30)  # that reads a byte a second: bounds are bytes
+    shape = cpu.SHAPE._replace(layers=1)
+    numbers = sum(rows * columns for rows, columns in cpu_step.products_of(shape).values())
+    kv = 3 * 20 * 2 * 2 * shape.hidden
+    bounds = [cpu_tokens.token_bound_us(slow, kind, shape, 3, 20)["core"] for kind in ("bf16", "int8")]
+    assert bounds == pytest.approx([1e6 * (2 * numbers + kv), 1e6 * (numbers + kv)])
+
+
+def test_rows_of_a_token_have_kv_of_their_own() -> None:
+    """Bug: rows that all read one block have it in the first-level cache."""
+    worker = cpu_tokens.Worker("bf16", cpu.SHAPE._replace(layers=1), 3, 20, 24, 1)
+    blocks = worker.table[1:4, :2].flatten().tolist()
+    assert len(set(blocks)) == 6 and 0 not in blocks
+    before = worker.table.clone()
+    with torch.inference_mode():
+        worker.stage(Stage.PRELUDE, 3)()
+    assert torch.equal(worker.table, before)
 
 
 def test_without_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
