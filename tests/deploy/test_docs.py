@@ -65,6 +65,8 @@ def test_options_named_in_the_pages_exist() -> None:
         "inputs",
         "contexts",
         "shapes",
+        "shape",
+        "prefill",
         "now",
         "write",
         "dry-run-cpu",
