@@ -134,6 +134,16 @@ def test_torch_attention(model: Path) -> None:
     assert min(drafts(answers)) > 10
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("model", MODELS)
+def test_quantised_k_and_v(model: Path, kind: str) -> None:
+    """Planes are filled with codes and scales: what a draft reads is what its successor reads without it."""
+    batch = requests(model)
+    answers = engine(model, speculation=3, kv_cache_dtype=kind).run(batch)
+    assert_same(answers, engine(model, kv_cache_dtype=kind, async_scheduling="off").run(batch))
+    assert min(drafts(answers)) > 5
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_stop_tokens_found_late(model: Path) -> None:
     """A token that ends its request is known while its successors are under way: none of them shows, and whoever has the
