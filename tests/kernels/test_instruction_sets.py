@@ -91,10 +91,11 @@ def test_int8_products(variant: str, dtype: torch.dtype, gated: bool) -> None:
     for out, width in ((34, 30), (100, 512), (32, 1100)):
         values = torch.randint(-128, 128, (out, width), dtype=torch.int8)
         values[:8] = torch.tensor([[-128, 127] * 4]).t()
-        weight = int8.Int8Weight(values, torch.rand(out) / 100)
+        weight = int8.Int8Weight(values, torch.rand(out, int8.groups(width)) / 100)
         x = torch.randn(max(ROWS), width).to(dtype)
         x[0], x[1] = 1.0, -1.0
         x[2, ::2] *= -1
+        x[3, -5:], x[4] = 1e4, x[4] ** 5  # wide inputs beside each other, and in the last k step
         product, twin = linear.PackedInt8Product(weight, kernels, gated), int8.int8_product(x, weight)
         twin = ops_torch.silu_mul(twin) if gated else twin
         for n in ROWS:

@@ -20,19 +20,23 @@ from fakes.lockstep import LockstepEngine
 from reference.oracle import HUGINN, OURO, prompts_of
 
 EMULATION = Path(__file__).parent / "tile_emulation.h"
-SHAPES = [(2, 2), (30, 30), (34, 64), (100, 512), (64, 1100), (32, 2085)]  # beyond 1024 torch adds up two parts
+SHAPES = [(2, 2), (30, 30), (34, 64), (100, 512), (64, 1100), (32, 2085)]
 TYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 def example(n: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, int8.Int8Weight]:
-    """Inputs with outliers, and a row of zeros; an output of zeros."""
+    """Weights in groups, or with a scale an output as checkpoints have them; inputs with outliers, rows of ever heavier tails, and a row of zeros; an output of zeros."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(*shape, generator=generator) / shape[1] ** 0.5
     weight[seed % shape[0]] = 0
     x = torch.randn(n, shape[1], generator=generator)
     x[:, seed % shape[1]] *= 30
+    x *= x.abs() ** (torch.arange(n) % 4).unsqueeze(1)
     x[seed % n] *= seed % 2
-    return x.to(dtype), int8.quantize(weight)
+    by_output = int8.Int8Weight(
+        (weight * 200).round().clamp(-128, 127).to(torch.int8), torch.rand(shape[0], 1), shape[1]
+    )
+    return x.to(dtype), by_output if seed % 3 == 0 else int8.quantize(weight)
 
 
 @pytest.mark.parametrize("mode", ["c", "portable"])
@@ -74,17 +78,36 @@ def test_rows_without_numbers_stay_so(mode: str, value: float) -> None:
 def test_bytes_are_the_nearest() -> None:
     """Half a step is the most that a weight or an input is off, and the largest of each is exact."""
     x, weight = example(9, (30, 64), torch.float32, 3)
-    whole = torch.randn(30, 64)
+    whole = torch.randn(30, 300)
     weight = int8.quantize(whole)
-    back = weight.values * weight.scales.unsqueeze(1)
-    assert ((back - whole).abs() <= weight.scales.unsqueeze(1) * 0.5001).all()
-    assert (weight.values.abs().amax(1) == 127).all() and weight.values.dtype is torch.int8
+    steps = weight.scales.repeat_interleave(int8.GROUP, 1)[:, :300]
+    assert ((weight.whole() - whole).abs() <= steps * 0.5001).all() and weight.scales.shape == (30, 3)
+    assert (
+        all((part.abs().amax(1) == 127).all() for part in weight.values.split(int8.GROUP, 1))
+        and weight.values.dtype is torch.int8
+    )
     values, scales = int8.quantize_rows(x)
-    assert ((values * scales - x).abs() <= scales * 0.5001).all()
+    assert ((values * scales - x).abs() <= scales * 0.5001).all()  # the wide ones, too
     parts = [int8.quantize(part) for part in whole.split(10)]
     joined = int8.join(parts)
     assert isinstance(joined, int8.Int8Weight) and torch.equal(joined.values, weight.values)
     assert torch.equal(joined.scales, weight.scales)
+    by_output = int8.quantize(whole, 300)  # as a checkpoint has it
+    mixed = int8.join([weight, by_output])
+    assert isinstance(mixed, int8.Int8Weight)
+    assert torch.equal(mixed.whole(), torch.cat([weight.whole(), by_output.whole()]))
+
+
+@given(width=st.integers(1, 700), tail=st.integers(0, 6), seed=st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_few_inputs_are_wide_and_leave_the_others_a_byte(width: int, tail: int, seed: int) -> None:
+    """No more than one in 64, of up to 15 bits; the scale is the finest for which that holds."""
+    x = torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
+    sizes = int8.quantize_rows(x * x.abs() ** tail)[0].abs()
+    most = int8.wide_inputs(width)
+    assert (sizes > 127).sum() <= most <= width / 64 + 1 and sizes.max() == (sizes.max() / 127).log2().exp2() * 127
+    assert sizes.max() <= 127 * 128
+    assert sizes.max() == 127 * 128 or (sizes > 63).sum() > most
 
 
 def built(tmp_path: Path, *flags: str) -> Path:

@@ -97,6 +97,7 @@ class PackedInt8Product:
             cols=self.columns,
             k=self.width,
             gated=gated,
+            group=self.packed.group,
         )
 
     def takes(self, dtype: torch.dtype) -> bool:

@@ -105,8 +105,7 @@ class CompressedCheckpoint(Checkpoint):
         """A tensor on the CPU; of bytes and scales their product in fp32."""
         if name not in self.quantized:
             return super().tensor(name, split, parallel)
-        weight = self.int8(name)
-        whole = weight.values * weight.scales.unsqueeze(1)
+        whole = self.int8(name).whole()
         return whole if split is None else split.cut(whole, parallel)
 
     def int8(self, name: str) -> Int8Weight:
@@ -124,10 +123,10 @@ class CompressedCheckpoint(Checkpoint):
         scales = self._raw(name + SCALE)
         if not scales.is_floating_point() or tuple(scales.shape) not in ((len(values), 1), (len(values),)):
             raise self._misfit(name + SCALE, scales, "floats", (len(values), 1))
-        scales = scales.float().flatten()
+        scales = scales.float().view(-1, 1)
         if not scales.isfinite().all():
             raise ModelError(f"{self._files[name + SCALE]}: tensor '{name}{SCALE}' holds NaN or infinite values")
-        return Int8Weight(values.contiguous(), scales)
+        return Int8Weight(values.contiguous(), scales, group=values.shape[1])
 
     def _raw(self, name: str) -> torch.Tensor:
         """A tensor as it is stored."""

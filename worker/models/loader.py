@@ -15,7 +15,7 @@ import torch
 from depthbatch.common.config import DTYPE_NAMES, LOAD_FORMATS, STATE_INITS
 from depthbatch.common.errors import ConfigError, ModelError
 from depthbatch.common.model_dir import resolve_model_dir
-from depthbatch.worker.layers.int8 import SCALE_BYTES, Weight
+from depthbatch.worker.layers.int8 import SCALE_BYTES, Weight, groups
 from depthbatch.worker.models.checkpoint import (
     Checkpoint,
     CheckpointSource,
@@ -177,11 +177,12 @@ def weight_bytes(
     spec = _spec(model_dir, dtype, r_max, ranks, quantization, torch.device(device))
     table = model_dir.family.tensors(model_dir.config)
     int8 = _int8_layers(model_dir, spec, table, quantization)
+    stored = model_dir.checkpoint().quantized if int8 and not model_dir.dummy else frozenset()
 
     def size(name: str, shape: tuple[int, ...]) -> int:
         count = math.prod(shape)
         if name in int8:
-            return count + shape[0] * SCALE_BYTES
+            return count + shape[0] * (1 if name in stored else groups(shape[1])) * SCALE_BYTES
         return (-(-count // ranks) if name in table.splits else count) * spec.dtype.itemsize
 
     return sum(size(name, shape) for name, shape in table.required.items())

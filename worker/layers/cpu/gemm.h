@@ -27,9 +27,10 @@
  * function called says. */
 typedef struct {
     const void *packed;
-    const float *scales; /* of an int8 layer (int8.h), one a packed column, else NULL */
+    const float *scales; /* of an int8 layer (int8.h), else NULL */
     int64_t cols, k;
     int32_t gated; /* the output is silu(gate) * up */
+    int32_t group; /* inputs that share a scale in an int8 layer, a multiple of 64 */
 } Packed;
 
 /* Multiply-adds of one row. */

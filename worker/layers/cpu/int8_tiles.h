@@ -39,7 +39,7 @@ __attribute__((constructor)) static void ask_for_tiles(void) {
 #endif
 
 /* sums [rows, 32] of at most AMX_ROWS rows. */
-static void amx_sums(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums) {
+static void amx_sums(int64_t rows, const char *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums) {
     const int64_t first = rows < TILE_SIDE ? rows : TILE_SIDE, second = rows - first;
     TileConfig config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
@@ -81,5 +81,5 @@ INLINE void amx_done(void) {
 #else
 INLINE int64_t tile_rows(int64_t n) { return MAX_BYTE_ROWS; }
 INLINE void amx_done(void) {}
-INLINE void amx_sums(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums) {}
+INLINE void amx_sums(int64_t rows, const char *x, int64_t stride, const uint8_t *w, int64_t k, int32_t *sums) {}
 #endif

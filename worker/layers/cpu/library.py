@@ -65,7 +65,7 @@ class Kernels:
         self._pack: Function = library.db_pack
         library.db_packed_size.argtypes, library.db_packed_size.restype = (I64, I64, I32), I64
         self._packed_size: Callable[..., int] = library.db_packed_size
-        library.db_int8_pack.argtypes, library.db_int8_pack.restype = (PTR, PTR, PTR, PTR, I64, I64, I32), None
+        library.db_int8_pack.argtypes, library.db_int8_pack.restype = (PTR, PTR, PTR, PTR, I64, I64, I32, I64), None
         self._int8_pack: Function = library.db_int8_pack
         library.db_int8_packed_size.argtypes, library.db_int8_packed_size.restype = (I64, I64, I32), I64
         self._int8_packed_size: Callable[..., int] = library.db_int8_packed_size
@@ -91,7 +91,7 @@ class Kernels:
         return packed
 
     def pack_int8(self, weight: Int8Weight, gated: bool) -> Int8Weight:
-        """The same in the order the int8 products read it (int8.h): bytes uint8, and a scale a packed column."""
+        """The same in the order the int8 products read it (int8.h): bytes uint8, and the scales of packed columns."""
         out, width = weight.shape
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         size, padded = (
@@ -99,11 +99,12 @@ class Kernels:
             self._int8_packed_size(1, width, False) // PAIR_COLUMNS,
         )
         packed = zeros_on_large_pages((size,), torch.uint8)
-        packed_scales = torch.zeros(size // padded)
+        packed_scales = torch.zeros(size // padded, scales.shape[1])
+        group = weight.group if scales.shape[1] > 1 else padded
         self._int8_pack(
-            packed.data_ptr(), packed_scales.data_ptr(), values.data_ptr(), scales.data_ptr(), out, width, gated
+            packed.data_ptr(), packed_scales.data_ptr(), values.data_ptr(), scales.data_ptr(), out, width, gated, group
         )
-        return Int8Weight(packed, packed_scales)
+        return Int8Weight(packed, packed_scales, group)
 
 
 def cpu_kernels() -> Kernels | None:

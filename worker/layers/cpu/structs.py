@@ -67,7 +67,7 @@ class CallArgs(ctypes.Structure):
 class PackedArgs(ctypes.Structure):
     """One linear layer (Packed in gemm.h)."""
 
-    _fields_ = [("packed", PTR), ("scales", PTR), ("cols", I64), ("k", I64), ("gated", I32)]
+    _fields_ = [("packed", PTR), ("scales", PTR), ("cols", I64), ("k", I64), ("gated", I32), ("group", I32)]
 
 
 class BlockArgs(ctypes.Structure):
