@@ -55,7 +55,7 @@ def stages(position: int, lanes: int = 1) -> Iterator[tuple[StageBatch, np.ndarr
 
 def prepared(model: Path, layout: KVLayout, lanes: int = 1) -> PlainRunner:
     """A runner with three short sequences and with parameters that ask for every filter and gate."""
-    runner = engine(model, layout, policy="refill", speculation=lanes - 1 or "off").built.runner
+    runner = engine(model, layout, policy="refill", speculation="off" if lanes == 1 else lanes - 2).built.runner
     params = np.zeros(ROWS, SLOT_PARAMS)
     params["slot"], params["top_k"] = (1, 2, 4), 5
     params["gate"] = Gate.OWN, Gate.DELAYED, Gate.NONE
