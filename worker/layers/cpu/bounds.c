@@ -49,7 +49,7 @@ EXPORT int64_t db_multiply(int64_t rounds, int32_t kind, float *result) {
         if (kind == MULTIPLY_INT8) {
             EVERY_STEP((Register)_mm256_dpbusd_avx_epi32((__m256i)chain[c], (__m256i)w, (__m256i)w), 8)
         } else
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && GEMM_LANES == 8
         if (kind == MULTIPLY_INT8) { /* 16 bits, as int8.c does */
             __m256i sums[CHAINS] = {0};
             for (int64_t i = 0; i < rounds; i++) {
