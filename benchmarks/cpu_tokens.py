@@ -204,14 +204,14 @@ def _report(row: dict[str, Any]) -> dict[str, Any]:
 def _token_rows(
     workers: dict[str, Worker], machine: Machine, batch: int, context: int, timed: Timed
 ) -> list[dict[str, Any]]:
-    runs = {}
+    runs: dict[tuple[str, str], Run] = {}
     for kind, worker in workers.items():
         runs |= {
             (kind, stage.name.lower()): worker.stage(stage, batch) for stage in (Stage.PRELUDE, Stage.CORE, Stage.CODA)
         }
         runs |= {(kind, name): run for name, run in worker.parts(batch).items()}
     times = timed(runs)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind, worker in workers.items():
         us = {name: time for (of, name), time in times.items() if of == kind}
         loops = worker.shape.loops
@@ -243,7 +243,7 @@ def _token_rows(
 
 def _prefill_rows(workers: dict[str, Worker], machine: Machine, tokens: int, timed: Timed) -> list[dict[str, Any]]:
     times = timed({kind: worker.prefill(tokens) for kind, worker in workers.items()})
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind, worker in workers.items():
         shape = worker.shape
         operations = 2 * layer_weights(shape) * tokens + 2 * shape.layers * tokens * (tokens + 1) * shape.hidden
