@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from depthbatch.common.arguments import positive
 from depthbatch.worker.models.loader import DTYPES
@@ -53,7 +54,7 @@ class Times(NamedTuple):
 def all_reduce_times(
     ranks: int, hidden: int, dtype: str, batches: Sequence[int], device: str = "cpu"
 ) -> dict[int, Times]:
-    """By batch, with processes of their own for the other ranks, which are gone afterwards."""
+    """By batch, with processes of their own for the other ranks, which are gone afterwards, as is a group on CPUs."""
     directory = tempfile.mkdtemp(prefix="depthbatch-ranks-")
     shape = [str(ranks), str(hidden), dtype, ",".join(map(str, batches)), device]
     command = [sys.executable, "-P", "-m", "depthbatch.benchmarks.all_reduce", f"{directory}/store", *shape]
@@ -65,6 +66,8 @@ def all_reduce_times(
             other.kill()
             other.wait()
         shutil.rmtree(directory)
+        if device == "cpu" and dist.is_initialized():  # one over NCCL may wait for its peers
+            dist.destroy_process_group()
 
 
 def measure(

@@ -179,5 +179,5 @@ def test_drafts_on_a_simulated_device(tmp_path: Path) -> None:
     )
     record = json.loads(output.read_text())
     assert (record["policy"], record["mean_depth"], record["requests_finished"]) == ("refill", 2.0, 4)
-    assert record["acceptance"] == pytest.approx(0.6, abs=0.2) and 0 < record["draft_lanes_mean"] <= 2
+    assert record["acceptance"] == pytest.approx(0.6, abs=0.2) and record["draft_lanes_mean"] > 0
     assert record["cb_tokens_per_s"] > 0

@@ -95,15 +95,17 @@ def test_engines(setup: Setup) -> None:
 
 
 def test_ranks(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over gloo: two ranks give the tokens of one while both are killed in turn; the comparison can fail; a sum has its time."""
+    """Over gloo: two ranks give the tokens of one while both are killed in turn; the comparison can fail; a sum has its
+    time. Bug: it had it once a process, since the group stayed."""
     monkeypatch.setattr(gpu_ranks, "OUTPUTS", 6)
     monkeypatch.setattr(gpu_ranks, "MODELS", {"demo": {0: 1, 12: 0}})
     results = gpu_ranks.ranks(setup)
     name, exact = next(results)
     assert name == "ranks.exact.demo" and exact["restarts"] == 2 and exact["tokens"] == 8 * gpu_ranks.OUTPUTS
     assert len(exact["depths"]) > 1
-    times = gpu_ranks.all_reduce_times(2, 64, "float32", (1, 8))
-    assert all(took.least_us > 0 and took.replayed_us is None for took in times.values())
+    for _ in range(2):
+        times = gpu_ranks.all_reduce_times(2, 64, "float32", (1, 8))
+        assert all(took.least_us > 0 and took.replayed_us is None for took in times.values())
     monkeypatch.setattr(gpu_ranks, "LLM", MagicMock())
     different = iter([([[5, 6]], [[1, 2]]), ([[5, 7]], [[1, 2]])])
     monkeypatch.setattr(gpu_ranks, "answers", lambda *arguments: next(different))

@@ -84,6 +84,7 @@ def test_full_depth_is_all_loops_that_are_run(tmp_path: Path) -> None:
     write_preloop_gate(tmp_path, config["n_embd"], 4)
     for loops in (4, 7):
         model = load_model(str(tmp_path), r_max=loops)
-        item = (torch.zeros(3, config["n_embd"]), torch.randn(3, config["n_embd"]))
+        states = torch.randn(3, config["n_embd"], generator=torch.Generator().manual_seed(1))
+        item = (torch.zeros(3, config["n_embd"]), states)
         depths = model.preloop_depth(item, torch.tensor([1.0, 1.5, 1e-6]))
         assert depths[:2].tolist() == [loops, loops] and depths[2] < 4 and depths.dtype is torch.int32

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.frames import SLOT_PARAMS, Stage, slot_param_words
+from depthbatch.common.frames import SLOT_PARAMS, Stage, lane_of, slot_param_words
 from depthbatch.common.messages import RequestParams, StageBatch, Submit, Variant
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
@@ -92,7 +92,7 @@ def test_drafts_are_right_as_often_as_asked() -> None:
         device = SimulatedRunner(profile(), info, 4, acceptance)
         drawn = []
         for position in range(1, 600):
-            lane = 1 + position % 2 * 4
+            lane = int(lane_of(np.array([1]), np.array([position]), device.limits.num_slots, device.limits.lanes)[0])
             frame = np.array([[1], [position], [loops], [lane]], np.int32)
             stage = device.launch(StageBatch(position, Stage.CODA, bucket=1, rows=1), frame)
             drawn += stage.output.token_ids.tolist()
