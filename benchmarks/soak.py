@@ -67,7 +67,7 @@ def use_of(pid: int) -> dict[str, float]:
 
 
 class Soak:
-    """One server under load; everything on one event loop. ``sent`` and ``got`` are tokens."""
+    """One server under load; everything on one event loop."""
 
     def __init__(self, server: Address, args: argparse.Namespace) -> None:
         self._endpoint = Endpoint(server.http)
