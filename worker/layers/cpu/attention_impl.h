@@ -1,14 +1,16 @@
-/* Body of the attention kernels for one element type; included twice a type (see attention.c): for K and V of that type, and
- * for quantised ones (CODES).
+/* Body of the attention kernels for one element type; included by attention_f32.h and attention_bf16.h, for K and V of that type
+ * (attention.c) and for quantised ones (CODES; attention_codes.c).
  *
  * A query's state while tiles stream by: running max m, running sum l, fp32 accumulator acc [Dh] (attention_tiles.h,
- * attention_dot.h or attention_codes.h).
+ * attention_dot.h or attention_codes_tiles.h).
  */
 
 #ifdef CODES
 #define STORED uint8_t
+#define ATTEND_TILE attend_codes_tile
 #else
 #define STORED T
+#define ATTEND_TILE NAME(attend_tile)
 #endif
 
 /* Asks for the block a row begins with, while its projections are rotated and appended. */
@@ -94,7 +96,7 @@ static void NAME(attend_run)(
     const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group * num_heads;
     NAME(Run) run = NAME(make_run)(scratch, dh, queries);
 #ifdef CODES
-    run.kind = layer->kind;
+    NAME(take_kind)(&run, layer->kind, dh);
 #endif
     for (int i = 0; i < queries; i++) { /* [num_heads, count, group] */
         const int64_t r = row + i / group % count, h = (head + i / (group * count)) * group + i % group;
@@ -119,7 +121,7 @@ static void NAME(attend_run)(
         for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
             const int64_t at = block + t * dh, next = next_block + t * dh;
 #ifdef CODES
-            NAME(take_scales)(&run, layer, at / dh, next / dh, num_heads);
+            take_scales(&run, layer, at / dh, next / dh, num_heads);
 #endif
             const int64_t ahead = first + 1 - (start + t), behind = layer->window ? ahead - layer->window : -count;
             const int n = (int)smallest(TILE, size - t, ahead + count - 1);
@@ -129,7 +131,7 @@ static void NAME(attend_run)(
                 together = 1;
                 if (from >= n) continue;
                 while (c + together < count && behind + c + together <= 0) together++;
-                NAME(attend_tile)(
+                ATTEND_TILE(
                     &run, k + at, v + at, k + next, v + next, size * dh, num_heads, count, group, c, together, from, ahead + c, n,
                     dh, layer->scale
                 );
@@ -215,9 +217,17 @@ static void NAME(run_team)(const LayerArgs *layer, const RowArgs *rows, const Ca
 
 /* for the next inclusion */
 #undef NAME
-#undef CODES
-#undef STORED
+#undef T
+#undef LOAD
+#undef STORE
+#undef ROUND
+#undef GET
+#undef PUT
 #undef PARTS
 #undef OPERAND
 #undef OPERAND_256
 #undef WORDS
+#undef CODES
+#undef STORED
+#undef ATTEND_TILE
+#undef DOT_BF16

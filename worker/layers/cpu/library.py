@@ -56,10 +56,7 @@ class Kernels:
             torch.float32: TypedKernels(library, "f32", have_gemm),
             torch.bfloat16: TypedKernels(library, "bf16", have_gemm),
         }
-        library.db_copy_planes.argtypes, library.db_copy_planes.restype = (
-            (PTR, I32, PTR, PTR, PTR, PTR, I32),
-            None,
-        )
+        library.db_copy_planes.argtypes, library.db_copy_planes.restype = (PTR, I32, PTR, PTR, PTR, PTR), None
         self.copy_planes: Function = library.db_copy_planes
         library.db_pack.argtypes, library.db_pack.restype = (PTR, PTR, I64, I64, I64, I32), None
         self._pack: Function = library.db_pack

@@ -25,6 +25,7 @@ class LayerArgs(ctypes.Structure):
         ("block_size", I32),
         ("window", I32),
         ("kind", I32),
+        ("element_bytes", I32),
         ("scale", F32),
     ]
 
