@@ -1,7 +1,7 @@
 /* attention_impl.h for queries in bf16. */
 #define T bf16
-#define LOAD load_bf16
-#define STORE store_bf16
+#define LOAD load_g_bf16
+#define STORE store_g_bf16
 #define ROUND scalar_round_bf16
 #define GET scalar_get_bf16
 #define PUT scalar_put_bf16

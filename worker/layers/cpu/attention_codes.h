@@ -8,7 +8,7 @@ INLINE size_t NAME(run_floats)(int dh, int queries) { return codes_run_floats(dh
 
 INLINE void NAME(widen)(float *wide, const T *x, int dh) {
     int d = 0;
-    for (; d + LANES <= dh; d += LANES) store_f32(wide + d, LOAD(x + d));
+    for (; d + GEMM_LANES <= dh; d += GEMM_LANES) store_g(wide + d, LOAD(x + d));
     for (; d < dh; d++) wide[d] = GET(x + d);
 }
 
@@ -43,6 +43,6 @@ INLINE void NAME(start_query)(
 INLINE void NAME(finish_query)(const CodesRun *run, int i, T *out, int dh) {
     const float *acc = run->tiles.acc + i * acc_width_f32(dh), inverse = 1.0f / run->l[i];
     int d = 0;
-    for (; d + LANES <= dh; d += LANES) STORE(out + d, load_f32(acc + d) * inverse);
+    for (; d + GEMM_LANES <= dh; d += GEMM_LANES) STORE(out + d, load_g(acc + d) * inverse);
     for (; d < dh; d++) PUT(out + d, acc[d] * inverse);
 }

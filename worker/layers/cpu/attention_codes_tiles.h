@@ -38,7 +38,9 @@ INLINE void times_scales(float *x, int count, const bf16 *scales, int n, int kin
     float factors[TILE];
     if (n == TILE) read_factors(factors, scales, TILE, kind);
     else read_factors(factors, scales, n, kind);
-    for (int i = 0; i < count * TILE; i += LANES) store_f32(x + i, load_f32(x + i) * load_f32(factors));
+    for (int i = 0; i < count * TILE; i += TILE)
+#pragma GCC unroll 2
+        for (int lane = 0; lane < TILE; lane += GEMM_LANES) store_g(x + i + lane, load_g(x + i + lane) * load_g(factors + lane));
 }
 
 INLINE void score_codes(CodesRun *run, const uint8_t *k, const uint8_t *next, int i, int count, int n, int dh) {

@@ -1,7 +1,7 @@
 /* attention_impl.h for queries in fp32. */
 #define T float
-#define LOAD load_f32
-#define STORE store_f32
+#define LOAD load_g
+#define STORE store_g
 #define ROUND scalar_round_f32
 #define GET scalar_get_f32
 #define PUT scalar_put_f32

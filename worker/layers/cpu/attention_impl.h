@@ -34,9 +34,9 @@ INLINE void NAME(rotate)(
         return;
     }
     int half = dh / 2, step = rope == ROPE_SPLIT_HALF ? half : 1, spread = rope == ROPE_SPLIT_HALF ? 1 : 2;
-    if (rope == ROPE_SPLIT_HALF && !bias && half % LANES == 0) {
-        for (int i = 0; i < half; i += LANES) {
-            vf a = LOAD(src + i), b = LOAD(src + i + half), c = load_f32(cos + i), s = load_f32(sin + i);
+    if (rope == ROPE_SPLIT_HALF && !bias && half % GEMM_LANES == 0) {
+        for (int i = 0; i < half; i += GEMM_LANES) {
+            vg a = LOAD(src + i), b = LOAD(src + i + half), c = load_g(cos + i), s = load_g(sin + i);
             STORE(dst + i, a * c - b * s);
             STORE(dst + i + half, b * c + a * s);
         }

@@ -38,7 +38,7 @@ INLINE void NAME(start_query)(
     T rotated[dh];
     NAME(rotate)(rotated, q, bias, cos, sin, rope, dh);
     int d = 0;
-    for (; d + LANES <= dh; d += LANES) store_f32(run->q + i * dh + d, LOAD(rotated + d));
+    for (; d + GEMM_LANES <= dh; d += GEMM_LANES) store_g(run->q + i * dh + d, LOAD(rotated + d));
     for (; d < dh; d++) run->q[i * dh + d] = GET(rotated + d);
     memset(run->acc + i * NAME(acc_width)(dh), 0, sizeof(float) * NAME(acc_width)(dh));
 }
