@@ -3,7 +3,6 @@
 
 typedef struct {
     Run_f32 tiles;
-    float *m, *l;                     /* of the tiles */
     float *values;                    /* [TILE, head_dim] of the tile and head at hand */
     const bf16 *k_scales, *v_scales;  /* of the tile at hand, first head */
     int kind;
@@ -12,9 +11,14 @@ typedef struct {
 
 INLINE size_t codes_run_floats(int dh, int queries) { return run_floats_f32(dh, queries) + (size_t)TILE * dh; }
 
-INLINE CodesRun make_codes_run(float *scratch, int dh, int queries) {
-    const Run_f32 tiles = make_run_f32(scratch, dh, queries);
-    return (CodesRun){.tiles = tiles, .m = tiles.m, .l = tiles.l, .values = scratch + run_floats_f32(dh, queries)};
+INLINE CodesRun make_codes_run(float *scratch, int dh, int queries, int of_head) {
+    Run_f32 tiles = make_run_f32(scratch, dh, queries, of_head);
+#ifdef WIDE_CODES
+    tiles.single = tiles.single && dh % 16 == 0;
+#else
+    tiles.single = 0;
+#endif
+    return (CodesRun){.tiles = tiles, .values = scratch + run_floats_f32(dh, queries)};
 }
 
 /* The tile at hand begins at vector `at`, the next one at `next`. */
@@ -54,7 +58,7 @@ INLINE void score_codes(CodesRun *run, const uint8_t *k, const uint8_t *next, in
         }
         return;
     }
-    if (count == 1 && dh % 32 == 0) {
+    if (run->tiles.single) {
         if (n == TILE) BY_KIND(query_codes, run->kind, q, k, next, TILE, dh, weights);
         else BY_KIND(query_codes, run->kind, q, k, next, n, dh, weights);
         return;

@@ -94,7 +94,7 @@ static void NAME(attend_run)(
     float *scratch
 ) {
     const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group * num_heads;
-    NAME(Run) run = NAME(make_run)(scratch, dh, queries);
+    NAME(Run) run = NAME(make_run)(scratch, dh, queries, count * group);
 #ifdef CODES
     NAME(take_kind)(&run, layer->kind, dh);
 #endif
@@ -103,8 +103,6 @@ static void NAME(attend_run)(
         const T *q = (const T *)call->q + r * call->q_stride + h * dh;
         const T *bias = call->q_bias ? (const T *)call->q_bias + h * dh : NULL;
         NAME(start_query)(&run, i, q, bias, call->cos + r * (dh / 2), call->sin + r * (dh / 2), call->rope, dh);
-        run.m[i] = -INFINITY;
-        run.l[i] = 0.0f;
     }
     const STORED *k = (const STORED *)layer->k_cache, *v = (const STORED *)layer->v_cache;
     const int64_t first = rows->positions[row], last = first + count - 1, size = layer->block_size;
@@ -157,7 +155,7 @@ INLINE int NAME(run_length)(const RowArgs *rows, int64_t row, int64_t end) {
  * or a share of them where rows are too few for the team. */
 static void NAME(decode_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
     const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
-    const int64_t num_heads = n < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
+    const int64_t num_heads = team_size() > 1 && n < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
     const int64_t queries = layer->num_heads / heads * num_heads;
     float scratch[NAME(run_floats)(layer->head_dim, (int)queries)] __attribute__((aligned(64)));
     /* A thread takes several neighbours at a time, since the prefetch at a row's end is for the next row. */
