@@ -94,7 +94,7 @@ INLINE void add_value_codes(
 }
 
 /* As attend_tile of attention_tiles.h. */
-static void attend_codes_tile(
+INLINE void attend_codes_tile(
     CodesRun *run, const uint8_t *k, const uint8_t *v, const uint8_t *next_k, const uint8_t *next_v, int64_t stride,
     int num_heads, int count, int group, int c, int together, int first, int64_t end, int n, int dh, float scale
 ) {
@@ -114,3 +114,12 @@ static void attend_codes_tile(
         add_value_codes(run, v + h * stride, next_v + h * stride, (h * count + c) * group, queries, group, end, n, dh);
 }
 #undef BY_KIND
+
+#define RUN CodesRun
+#define STORED uint8_t
+#define ATTEND_TILE attend_codes_tile
+#define TAKE_SCALES take_scales
+static void pass_codes(
+#include "attention_pass.h"
+#undef STORED
+#undef TAKE_SCALES
