@@ -48,7 +48,7 @@ class CpuAttention(AttentionBackend):
         self._fused: dict[
             int, tuple[BlockStack, FusedStack | None]
         ] = {}  # by id; the stack is kept, so ids stay unique
-        self._copy_planes = kernels.copy_planes
+        self._copy_planes, self.prelude_kernel = kernels.copy_planes, kernels.prelude
         self._layers = (LayerArgs * len(geometry.planes))(*map(self._layer_args, range(len(geometry.planes))))
         self._layer_addresses = [
             ctypes.addressof(self._layers) + i * ctypes.sizeof(LayerArgs) for i in range(len(geometry.planes))
@@ -135,10 +135,14 @@ class CpuAttention(AttentionBackend):
             scale=g.head_dim**-0.5,
         )
 
-    def _run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
+    def fused(self, stack: BlockStack) -> FusedStack | None:
+        """The stack as one C call, where it can be."""
         if (known := self._fused.get(id(stack))) is None:
             known = self._fused[id(stack)] = (stack, fuse(stack, self.geometry, self.kernels, self._layer_addresses))
-        fused = known[1]
+        return known[1]
+
+    def _run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
+        fused = self.fused(stack)
         return None if fused is None else fused.run(x, rotation, self._row_address)
 
     def _bind_decode(self, rows: DecodeRows) -> None:

@@ -6,9 +6,10 @@
 #include "vec.h"
 
 #define TILE 16
+#define CHAINS 8 /* that a score is the sum of */
 #define TILE_QUERIES 6 /* whose sums fit the registers of AVX2 */
 #define MAX_SUMS 8 /* of a query at a time, likewise */
-#define RUN_QUERIES 24 /* of a prefill run: they share each tile that is read, and stay in the first-level cache */
+#define RUN_QUERIES 48 /* of a prefill run: they share each tile that is read and turned, and stay near the first-level cache */
 
 /* Physical block of `row` at logical block index `index`. */
 INLINE int64_t physical_block(const LayerArgs *layer, const RowArgs *rows, int64_t row, int64_t index) {
@@ -44,6 +45,16 @@ INLINE __m256 multiply_add_256(__m256 a, __m256 b, __m256 c) {
     return _mm256_add_ps(_mm256_mul_ps(a, b), c);
 #endif
 }
+/* The sums of 8 registers, each ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)) of its lanes. */
+INLINE __m256 sums_of_8(const __m256 a[8]) {
+    __m256 two[4], four[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) /* lanes 0 + 2 and 1 + 3 of both, in each half */
+        two[i] = _mm256_add_ps(_mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0x4e), _mm256_blend_ps(a[2 * i], a[2 * i + 1], 0xcc));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) four[i] = _mm256_hadd_ps(two[2 * i], two[2 * i + 1]);
+    return _mm256_add_ps(_mm256_permute2f128_ps(four[0], four[1], 0x21), _mm256_blend_ps(four[0], four[1], 0xf0));
+}
 /* Rows r[0..7] of 8 words -> columns. */
 INLINE void transpose_8x8(__m256i r[8]) {
     __m256i t[8];
@@ -71,36 +82,52 @@ INLINE void transpose_8x8(__m256i r[8]) {
 
 #define TILE_VECTORS (TILE / GEMM_LANES)
 
-/* scores [ROWS, TILE] = q [ROWS, dh] times keys [dh, TILE], ROWS a constant. The sum of two chains, one a half of the features:
- * with few queries a chain takes as long as its steps wait for each other. */
+/* A score is the sum of CHAINS chains of multiply-adds: what a register of so many words holds, of 1 or 2 features each (`parts`),
+ * that walks along a key. Queries and turned keys lie chain by chain, in the order in which chains are added up:
+ * ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)). */
+static const int chain_order[CHAINS] = {0, 2, 1, 3, 4, 6, 5, 7}; /* its own inverse */
+
+/* Where the first feature of word `word` of a vector is among chains; others of the word follow. */
+INLINE int64_t chain_place(int64_t word, int64_t dh, const int parts) {
+    if (dh % (parts * CHAINS)) return word * parts; /* too short a rest: such vectors are summed up in chains only */
+    return chain_order[word % CHAINS] * (dh / CHAINS) + word / CHAINS * parts;
+}
+
+/* to [count] = a vector's words chain by chain. */
+INLINE void order_words(uint32_t *to, const uint32_t *words, int count) {
+    for (int c = 0; c < CHAINS && count % CHAINS == 0; c++)
+        for (int i = chain_order[c]; i < count; i += CHAINS) *to++ = words[i];
+    if (count % CHAINS) memcpy(to, words, count * sizeof(*words));
+}
+
+/* scores [ROWS, TILE] = q [ROWS, dh] times keys [dh, TILE], both chain by chain; ROWS a constant. */
 INLINE void tile_scores(const int ROWS, const float *q, const float *keys, int dh, float *scores) {
-    const int half = dh / 2, together = ROWS <= 2 ? 2 : 1; /* chains at a time */
+    float two[TILE_QUERIES * TILE], four[TILE_QUERIES * TILE];
+    for (int c = 0; c < CHAINS; c++) {
+        vg acc[TILE_QUERIES][TILE_VECTORS] = {0};
+        for (int d = 0; d < dh / CHAINS; d++, q++, keys += TILE) {
+            vg key[TILE_VECTORS];
 #pragma GCC unroll 2
-    for (int chain = 0; chain < 2; chain += together) {
-        vg acc[2][TILE_QUERIES][TILE_VECTORS] = {0};
-        for (int d = 0; d < half; d++)
-#pragma GCC unroll 2
-            for (int c = 0; c < together; c++) {
-                const int at = (chain + c) * half + d;
-                vg key[TILE_VECTORS];
-#pragma GCC unroll 2
-                for (int i = 0; i < TILE_VECTORS; i++) key[i] = load_g(keys + at * TILE + i * GEMM_LANES);
+            for (int i = 0; i < TILE_VECTORS; i++) key[i] = load_g(keys + i * GEMM_LANES);
 #pragma GCC unroll 6
-                for (int r = 0; r < ROWS; r++) {
-                    const vg feature = splat_g(q[r * dh + at]);
+            for (int r = 0; r < ROWS; r++) {
+                const vg feature = splat_g(q[r * dh]);
 #pragma GCC unroll 2
-                    for (int i = 0; i < TILE_VECTORS; i++) acc[c][r][i] = multiply_add(key[i], feature, acc[c][r][i]);
-                }
+                for (int i = 0; i < TILE_VECTORS; i++) acc[r][i] = multiply_add(key[i], feature, acc[r][i]);
             }
+        }
+        float *to = c % 2 == 0 ? two : c % 4 == 1 ? four : scores;
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
             for (int i = 0; i < TILE_VECTORS; i++) {
-                float *to = scores + r * TILE + i * GEMM_LANES;
-                if (together == 2) store_g(to, acc[0][r][i] + acc[1][r][i]);
-                else store_g(to, chain ? load_g(to) + acc[0][r][i] : acc[0][r][i]);
+                const int at = r * TILE + i * GEMM_LANES;
+                vg sum = acc[r][i];
+                if (c % 2 == 1) sum = load_g(two + at) + sum;
+                if (c % 4 == 3) sum = load_g(four + at) + sum;
+                if (c == 7) sum = load_g(scores + at) + sum;
+                store_g(to + at, sum);
             }
-        __asm__ volatile("" ::: "memory"); /* the first chain's sums wait in memory, or they take the second's registers */
     }
 }
 
@@ -122,8 +149,8 @@ INLINE void tile_scores_of(int count, const float *q, const float *keys, int dh,
     }
 }
 
-/* Scores of tokens first .. n - 1 of a tile become weights, the others 0; brings maximum m and sum l up to date. Returns what
- * earlier sums are to be multiplied by. WHOLE, a constant: all 16 tokens. */
+/* Scores of tokens first .. n - 1 of a tile become weights, the others 0; brings maximum m and sums l [GEMM_LANES] up to date.
+ * Returns what earlier sums are to be multiplied by. WHOLE, a constant: all 16 tokens. */
 INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, int first, int n, float scale) {
     static const int32_t lane[TILE] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vg s[TILE_VECTORS];
@@ -135,21 +162,23 @@ INLINE float tile_softmax(const int WHOLE, float *scores, float *m, float *l, in
         s[i] = load_g(scores + i * GEMM_LANES) * scale;
         if (!WHOLE) s[i] = blend_g(valid[i], s[i], splat_g(-INFINITY));
     }
-    const float top = hmax_g(TILE_VECTORS == 2 ? max_g(s[0], s[TILE_VECTORS - 1]) : s[0]);
+    const vg largest = TILE_VECTORS == 2 ? max_g(s[0], s[TILE_VECTORS - 1]) : s[0];
     float shrink = 1.0f;
-    if (top > *m) {
+    vg sum = load_g(l);
+    if (any_above(largest, *m)) { /* rare: after a few tiles the largest has been seen */
+        const float top = hmax_g(largest);
         shrink = *m == -INFINITY ? 0.0f : exp_g(splat_g(*m - top))[0];
-        *l *= shrink;
+        sum *= shrink;
         *m = top;
     }
-    union { vg part[TILE_VECTORS]; vf whole; } weights;
 #pragma GCC unroll 2
     for (int i = 0; i < TILE_VECTORS; i++) {
-        weights.part[i] = exp_g(s[i] - *m);
-        if (!WHOLE) weights.part[i] = blend_g(valid[i], weights.part[i], (vg){0});
-        store_g(scores + i * GEMM_LANES, weights.part[i]);
+        vg weights = exp_g(s[i] - *m);
+        if (!WHOLE) weights = blend_g(valid[i], weights, (vg){0});
+        store_g(scores + i * GEMM_LANES, weights);
+        sum += weights;
     }
-    *l += hsum(weights.whole);
+    store_g(l, sum);
     return shrink;
 }
 

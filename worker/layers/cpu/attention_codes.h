@@ -12,7 +12,9 @@ INLINE void NAME(widen)(float *wide, const T *x, int dh) {
     for (; d < dh; d++) wide[d] = GET(x + d);
 }
 
-INLINE CodesRun NAME(make_run)(float *scratch, int dh, int queries) { return make_codes_run(scratch, dh, queries); }
+INLINE CodesRun NAME(make_run)(float *scratch, int dh, int queries, int of_head) {
+    return make_codes_run(scratch, dh, queries, of_head);
+}
 
 INLINE void NAME(take_kind)(CodesRun *run, int kind, int dh) {
     run->kind = kind;
@@ -26,22 +28,24 @@ INLINE void NAME(start_query)(
 ) {
     T rotated[dh];
     NAME(rotate)(rotated, q, bias, cos, sin, rope, dh);
-    float *wide = run->tiles.q + i * dh;
+    float *to = run->tiles.q + i * dh, wide[dh];
     NAME(widen)(wide, rotated, dh);
 #ifdef WIDE_CODES
     if (run->in_whole) { /* [head_dim] whole numbers, then what one is worth */
         int16_t whole[dh];
         const float worth = to_whole(whole, wide, dh, dh);
-        memcpy(wide, whole, sizeof(whole));
-        wide[dh / 2] = worth;
-    }
+        memcpy(to, whole, sizeof(whole));
+        to[dh / 2] = worth;
+    } else
 #endif
-    memset(run->tiles.acc + i * acc_width_f32(dh), 0, sizeof(float) * acc_width_f32(dh));
+    if (run->tiles.single) memcpy(to, wide, sizeof(wide));
+    else order_words((uint32_t *)to, (const uint32_t *)wide, dh);
+    start_sums_f32(&run->tiles, i, dh);
 }
 
 /* out [dh] = acc / l of one query. */
 INLINE void NAME(finish_query)(const CodesRun *run, int i, T *out, int dh) {
-    const float *acc = run->tiles.acc + i * acc_width_f32(dh), inverse = 1.0f / run->l[i];
+    const float *acc = run->tiles.acc + i * acc_width_f32(dh), inverse = 1.0f / hsum_g(load_g(run->tiles.l + i * GEMM_LANES));
     int d = 0;
     for (; d + GEMM_LANES <= dh; d += GEMM_LANES) STORE(out + d, load_g(acc + d) * inverse);
     for (; d < dh; d++) PUT(out + d, acc[d] * inverse);

@@ -3,7 +3,6 @@
 
 typedef struct {
     Run_f32 tiles;
-    float *m, *l;                     /* of the tiles */
     float *values;                    /* [TILE, head_dim] of the tile and head at hand */
     const bf16 *k_scales, *v_scales;  /* of the tile at hand, first head */
     int kind;
@@ -12,9 +11,14 @@ typedef struct {
 
 INLINE size_t codes_run_floats(int dh, int queries) { return run_floats_f32(dh, queries) + (size_t)TILE * dh; }
 
-INLINE CodesRun make_codes_run(float *scratch, int dh, int queries) {
-    const Run_f32 tiles = make_run_f32(scratch, dh, queries);
-    return (CodesRun){.tiles = tiles, .m = tiles.m, .l = tiles.l, .values = scratch + run_floats_f32(dh, queries)};
+INLINE CodesRun make_codes_run(float *scratch, int dh, int queries, int of_head) {
+    Run_f32 tiles = make_run_f32(scratch, dh, queries, of_head);
+#ifdef WIDE_CODES
+    tiles.single = tiles.single && dh % 16 == 0;
+#else
+    tiles.single = 0;
+#endif
+    return (CodesRun){.tiles = tiles, .values = scratch + run_floats_f32(dh, queries)};
 }
 
 /* The tile at hand begins at vector `at`, the next one at `next`. */
@@ -54,7 +58,7 @@ INLINE void score_codes(CodesRun *run, const uint8_t *k, const uint8_t *next, in
         }
         return;
     }
-    if (count == 1 && dh % 32 == 0) {
+    if (run->tiles.single) {
         if (n == TILE) BY_KIND(query_codes, run->kind, q, k, next, TILE, dh, weights);
         else BY_KIND(query_codes, run->kind, q, k, next, n, dh, weights);
         return;
@@ -90,7 +94,7 @@ INLINE void add_value_codes(
 }
 
 /* As attend_tile of attention_tiles.h. */
-static void attend_codes_tile(
+INLINE void attend_codes_tile(
     CodesRun *run, const uint8_t *k, const uint8_t *v, const uint8_t *next_k, const uint8_t *next_v, int64_t stride,
     int num_heads, int count, int group, int c, int together, int first, int64_t end, int n, int dh, float scale
 ) {
@@ -110,3 +114,12 @@ static void attend_codes_tile(
         add_value_codes(run, v + h * stride, next_v + h * stride, (h * count + c) * group, queries, group, end, n, dh);
 }
 #undef BY_KIND
+
+#define RUN CodesRun
+#define STORED uint8_t
+#define ATTEND_TILE attend_codes_tile
+#define TAKE_SCALES take_scales
+static void pass_codes(
+#include "attention_pass.h"
+#undef STORED
+#undef TAKE_SCALES

@@ -126,7 +126,7 @@ typedef struct {
 /* Floats of scratch. */
 INLINE size_t NAME(run_floats)(int dh, int queries) { return (size_t)queries * (2 * dh + 2); }
 
-INLINE NAME(Run) NAME(make_run)(float *scratch, int dh, int queries) {
+INLINE NAME(Run) NAME(make_run)(float *scratch, int dh, int queries, int of_head) {
     float *acc = scratch + queries * dh, *m = acc + queries * dh;
     return (NAME(Run)){.q = (bf16 *)scratch, .acc = acc, .m = m, .l = m + queries};
 }
@@ -136,6 +136,8 @@ INLINE void NAME(start_query)(
 ) {
     NAME(rotate)(run->q + i * dh, q, bias, cos, sin, rope, dh);
     memset(run->acc + i * dh, 0, sizeof(float) * dh);
+    run->m[i] = -INFINITY;
+    run->l[i] = 0.0f;
 }
 
 /* See attention_tiles.h. */

@@ -35,6 +35,12 @@ COMMON_FLAGS = (
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
+    # Loops lie as close as they can, in functions that begin a cache line: elsewhere what surrounds a file's functions decides
+    # where their loops fall, and attention is 3 to 9 % slower in some places than in others (Zen 4).
+    "-falign-functions=64",
+    "-falign-loops=1",
+    "-falign-jumps=1",
+    "-falign-labels=1",
     "-w",
 )
 

@@ -93,6 +93,16 @@ INLINE float hmax_g(vg v) {
 #endif
 }
 
+INLINE int any_above(vg v, float x) {
+#if defined(__AVX512F__) && GEMM_LANES == 16
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__) && GEMM_LANES == 8
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)v, _mm256_set1_ps(x), _CMP_GT_OQ)) != 0;
+#else
+    return hmax_g(v) > x;
+#endif
+}
+
 /* A bf16 in the upper half of each word: rounded to nearest even; a NaN stays a NaN. */
 INLINE vgu rounded_words(vg v) {
     const vgu bits = (vgu)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
@@ -158,6 +168,15 @@ INLINE float hsum(vf v) {
     vf4 c = b.h[0] + b.h[1];
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
+INLINE float hsum_g(vg v) {
+#if GEMM_LANES == LANES
+    return hsum(v);
+#else
+    union { vg v; vf4 h[2]; } b = {v};
+    vf4 c = b.h[0] + b.h[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+#endif
+}
 
 INLINE float hmax(vf v) {
 #ifdef __AVX512F__
@@ -172,7 +191,7 @@ INLINE vf blend(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask 
 
 /* exp of |x| < 88 to about 1 ulp; 0 below -87. A NaN stays a NaN. */
 INLINE vg exp_g(vg x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    const float magic = 12582912.0f + 127.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits, here to an exponent */
     vg shifted = x * 1.44269504088896341f + magic;
     vg n = shifted - magic;
     vg r = x - n * 0.693359375f;
@@ -184,7 +203,7 @@ INLINE vg exp_g(vg x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
-    vgi exponent = ((vgi)shifted - (vgi)splat_g(magic) + 127) << 23;
+    vgi exponent = (vgi)shifted << 23;
     return blend_g(x < -87.0f, splat_g(0.0f), y * (vg)exponent);
 }
 
