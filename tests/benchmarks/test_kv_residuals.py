@@ -58,6 +58,19 @@ def test_residuals_gain_where_planes_are_alike_and_lose_where_they_are_not(ancho
     assert error(codec, same) < error(codec, same + 0.2 * others) < 0.7 * error(codec, others)
 
 
+def test_each_anchor_is_the_plane_that_it_says() -> None:
+    """A first plane that stands alone spoils the first as anchor; planes that drift are nearest to the one before, and to
+    the first only at the begin."""
+    torch.manual_seed(0)
+    alone, one = torch.randn(2, 50, 2, 64)
+    apart = torch.stack((alone, one, one, one))
+    first, last, previous = (error(Residual(anchor, 4, 2), apart) for anchor in ("first", "last", "previous"))
+    assert last < 0.7 * first and previous < 0.9 * first
+    drift = one + 0.4 * torch.randn(6, 50, 2, 64).cumsum(0)
+    first, last, previous = (error(Residual(anchor, 4, 2), drift) for anchor in ("first", "last", "previous"))
+    assert previous < 0.8 * first and previous < 0.8 * last
+
+
 def test_tokens_one_by_one_are_the_whole_sequence() -> None:
     """A cache that nothing is coded in holds what a forward pass over all tokens holds, and so do its logits."""
     model = load_model("demo")
