@@ -6,7 +6,8 @@ ask for more than a token that is greedy or drawn by temperature alone. Knows th
 """
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +110,8 @@ class FusedCoda:
         self, model: StackedModel, head: PackedProduct, backend: CpuAttention, slots: SlotState, planes: int
     ) -> None:
         """``planes``: of a looped layer, if a token that leaves early has to fill some; else 0."""
-        coda, words = model.weights.coda, SLOT_PARAMS.fields or {}
+        coda = model.weights.coda
+        words: Mapping[str, tuple[Any, ...]] = SLOT_PARAMS.fields or {}
         self.gathers = type(model).coda is StackedModel.coda and type(coda) is BlockStack and not coda.blocks
         self._args = CodaArgs(
             item=slots.item[0].data_ptr(),
