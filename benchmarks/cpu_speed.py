@@ -252,15 +252,15 @@ class KernelClock:
 
 @contextmanager
 def kernel_clock() -> Iterator[KernelClock]:
-    """A clock in place of the C core step of the kernels in use; those that are fused meanwhile are timed for good."""
+    """A clock in place of the C stack of the kernels in use; stacks that are fused meanwhile are timed for good."""
     kernels = kernels_in_use().by_type[torch.bfloat16]
-    plain = kernels.core
+    plain = kernels.stack
     clock = KernelClock(plain)
-    kernels.core = clock
+    kernels.stack = clock
     try:
         yield clock
     finally:
-        kernels.core = plain
+        kernels.stack = plain
 
 
 # --- auto against the fixed policies

@@ -51,6 +51,13 @@ class ReadyRows(NamedTuple):
     leaving: npt.NDArray[np.bool_]  # [q_r] certainly exit at their next loop
 
 
+class Owners(NamedTuple):
+    """Whose tokens rows carry."""
+
+    slots: SlotArray  # [rows]
+    order: npt.NDArray[np.int64]  # [rows] tells the requests that a slot has had apart
+
+
 class DecodingRows(NamedTuple):
     """Sequences between their first token and their last: the oldest token of each that is on its way."""
 
@@ -287,6 +294,11 @@ class RowState:
         ready = self.in_phase(READY)
         loops = self.loop.take(ready)
         return ReadyRows(loops, loops + 1 >= self.exit_loop.take(ready))
+
+    def owners(self, phase: int) -> Owners:
+        """Of the rows of a queue, in slot order."""
+        rows = self.in_phase(phase)
+        return Owners(self.slots_of(rows), self.order.take(rows))
 
     def decoding_rows(self, r_max: int) -> DecodingRows:
         """Sequences that carry a token, wherever they are with it; of a chain the oldest."""

@@ -11,7 +11,7 @@ from depthbatch.scheduler.admission import Admission
 from depthbatch.scheduler.config import DraftLimit
 from depthbatch.scheduler.inflight import InFlight
 from depthbatch.scheduler.requests import HeadPrompt, PrefillLimit
-from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, ReadyRows, SlotArray
+from depthbatch.scheduler.rows import DECODE, EXITED, READY, DecodingRows, Owners, ReadyRows, SlotArray
 
 
 class Decision(NamedTuple):
@@ -117,6 +117,14 @@ class QueueView:
     def ready_rows(self) -> ReadyRows:
         """Loops of the rows of Q_R, and which of them certainly exit at their next one."""
         return self._rows.ready_rows()
+
+    def ready_owners(self) -> Owners:
+        """Of the rows of ``ready_rows``, in the same order."""
+        return self._rows.owners(READY)
+
+    def exited_owners(self) -> Owners:
+        """Of the rows of Q_C."""
+        return self._rows.owners(EXITED)
 
     def decoding_rows(self) -> DecodingRows:
         """Every row that carries a token."""

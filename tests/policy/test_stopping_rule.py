@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from depthbatch.scheduler.config import bucket_table
-from depthbatch.scheduler.policy.coda_timing import THETAS, Tournament, defer, first_guess
+from depthbatch.scheduler.policy.coda_timing import THETAS, Tournament, defer, first_guess, lateness
 from depthbatch.scheduler.policy.cost_model import DecodeCosts
 from depthbatch.scheduler.policy.exit_forecast import ExitForecast
 from reference.steady_state import Instance, Model, State
@@ -150,3 +150,51 @@ def test_rows_of_the_tournament_do_not_start_in_step() -> None:
     assert codas[THETAS.index(3.0)] < 0.5 * steps[0]
     choice = tournament.best(DecodeCosts(1.0, 0.0, 1.0, 0.0))
     assert choice is not None and choice >= 1.0
+
+
+def test_lateness_by_hand() -> None:
+    """Requests of 1 and 9 tokens that are 2 a token off a mean of 6: their scores are -2 and 6 over s = sqrt((4 + 36) / 2)."""
+    counts = lateness(np.array([4.0, 72.0]), np.array([1, 9]))
+    expected = np.exp(np.array([-2.0, 6.0]) / np.sqrt(20.0))
+    np.testing.assert_allclose(counts, expected / expected.mean())
+
+
+def test_requests_alike_count_as_one_each_and_those_without_tokens_are_in_the_middle() -> None:
+    np.testing.assert_allclose(lateness(np.array([2.0, 4.0, 6.0]), np.array([1, 2, 3])), 1.0)
+    np.testing.assert_allclose(lateness(np.array([2.0, 7.0]), np.array([0, 0])), 1.0)
+    late, early, unknown = lateness(np.array([9.0, 1.0, 100.0]), np.array([1, 1, 0]))
+    assert unknown / early == pytest.approx(late / unknown) and late > unknown
+
+
+def test_lateness_counts_the_rows_of_each_candidate_by_themselves() -> None:
+    elapsed, tokens = np.array([[3.0, 8.0], [5.0, 5.0]]), np.array([[1, 4], [1, 1]])
+    both = lateness(elapsed, tokens)
+    np.testing.assert_allclose(both, [lateness(elapsed[0], tokens[0]), lateness(elapsed[1], tokens[1])])
+
+
+def test_tournament_measures_how_far_requests_are_apart() -> None:
+    """One row, which never waits: a request's time a token is the mean of its tokens' own times, of a variance that is that of one
+    over their number."""
+    tournament = Tournament(1, known_forecast(1, SPREAD), by_lateness=True)
+    tournament.refresh(DecodeCosts(1.0, 0.0, 1.2, 0.0), length=8)
+    for _ in range(30_000):
+        tournament.play(informed=True)
+    np.testing.assert_allclose(tournament.deviation[[0, -1]], np.sqrt(np.var([3, 4, 5, 6, 7])), rtol=0.15)
+
+
+def test_the_tail_goes_by_spread_as_far_as_requests_are_not_apart_anyway() -> None:
+    """Under the theta of the tail requests come out more alike than under the mean's. Where they are far apart for other reasons
+    its theta is the mean's; what theta itself adds to the variance observed is none of these."""
+    tournament = Tournament(16, known_forecast(16, SPREAD), by_lateness=True)
+    costs = DecodeCosts(1.0, 0.0, 0.4, 0.0)
+    tournament.refresh(costs, length=8)
+    for _ in range(4_000):
+        tournament.play(informed=True)
+    mean, tail = tournament.best(costs), tournament.best_tail(costs, 1.0, 0.0, 0.0)
+    assert mean is not None and tail is not None
+    deviation = dict(zip(THETAS, tournament.deviation.tolist(), strict=True))
+    assert deviation[tail] < 0.5 * deviation[mean]
+    assert tournament.best_tail(costs, 1.0, 1e6, mean) == mean
+    own = deviation[0.0] ** 2 / 8
+    assert tournament.best_tail(costs, 8.0, own, 0.0) == tail
+    assert tournament.best_tail(costs, 8.0, 2 * own, 0.0) != tail
