@@ -252,15 +252,15 @@ class KernelClock:
 
 @contextmanager
 def kernel_clock() -> Iterator[KernelClock]:
-    """A clock in place of the C stack of the kernels in use; stacks that are fused meanwhile are timed for good."""
+    """A clock in place of the C core step of the kernels in use; those that are fused meanwhile are timed for good."""
     kernels = kernels_in_use().by_type[torch.bfloat16]
-    plain = kernels.stack
+    plain = kernels.core
     clock = KernelClock(plain)
-    kernels.stack = clock
+    kernels.core = clock
     try:
         yield clock
     finally:
-        kernels.stack = plain
+        kernels.core = plain
 
 
 # --- auto against the fixed policies

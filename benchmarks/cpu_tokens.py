@@ -4,6 +4,7 @@ A worker's own stages with dummy weights, bf16 and int8 in turns, every row at t
 token is a prelude, every loop of the core and a coda; its bound is that of core and head: bytes over the measured read
 bandwidth or operations over the measured multiply rate, whichever is larger, a core step and a head at a time. Parts of a
 core step (attention, the four products) are timed alone over all layers; the rest is norms, sums and the way to the kernels.
+Each stage is timed beside itself operator by operator.
 On one thread the clock is that thread's processor time, which other processes do not lengthen.
 ``prefill`` rows: one loop of a prompt of so many tokens, and the share of the multiply rate it reaches.
 """
@@ -39,6 +40,7 @@ from depthbatch.worker.attention.cpu import CpuAttention
 from depthbatch.worker.build import build_runner
 from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.models.llama_like import StackedModel
+from depthbatch.worker.runner.fused_stages import FusedStages
 from depthbatch.worker.runner.plain import PlainRunner
 from depthbatch.worker.runner.stages import PrefillAttention
 
@@ -104,6 +106,17 @@ class Worker:
         frame[ROW_AUX] = last if stage is Stage.PRELUDE else self.shape.loops
         header, values = StageBatch(1, stage, rows, rows), frame.reshape(-1)
         return lambda: self.runner.read(self.runner.launch(header, values))
+
+    def by_operators(self, stage: Stage, rows: int) -> Run:
+        """The same without a C call for the whole of it (worker/runner/fused_stages.py)."""
+        run, stages = self.stage(stage, rows), self.runner.stages
+
+        def plain() -> None:
+            calls, stages.fused = stages.fused, FusedStages()
+            run()
+            stages.fused = calls
+
+        return plain
 
     def parts(self, rows: int) -> dict[str, Run]:
         """The products of all layers, and their attention, alone."""
@@ -206,9 +219,9 @@ def _token_rows(
 ) -> list[dict[str, Any]]:
     runs: dict[tuple[str, str], Run] = {}
     for kind, worker in workers.items():
-        runs |= {
-            (kind, stage.name.lower()): worker.stage(stage, batch) for stage in (Stage.PRELUDE, Stage.CORE, Stage.CODA)
-        }
+        for stage in (Stage.PRELUDE, Stage.CORE, Stage.CODA):
+            runs[kind, stage.label] = worker.stage(stage, batch)
+            runs[kind, f"{stage.label} by operators"] = worker.by_operators(stage, batch)
         runs |= {(kind, name): run for name, run in worker.parts(batch).items()}
     times = timed(runs)
     rows: list[dict[str, Any]] = []
@@ -226,6 +239,7 @@ def _token_rows(
                 "bound_tokens_per_s": 1e6 * batch / bound_us,
                 "of_bound": token_us / bound_us,
                 "us": us,
+                "of_operators": {name: us[name] / us[f"{name} by operators"] for name in ("prelude", "core", "coda")},
                 "share": {
                     "products": loops * us["products"] / token_us,
                     "attention": loops * us["attention"] / token_us,

@@ -85,9 +85,9 @@ def make_record(
     shares = {s: (_stage(now, s).seconds - _stage(then, s).seconds) / duration_s for s in STAGES}
     idle_s = [0.0 if stats.worker is None else stats.worker.idle_scheduler_s for stats in (before, after)]
     finished = sum(now.finished.get(r, 0) - then.finished.get(r, 0) for r in ("stop", "length"))
-    # every delivered token is in the histogram; the first of each request was prefilled at r_max
+    # every delivered token is in the histogram; the first of each request that was admitted came of prefill, at r_max
     tokens = now.exit_depth.count - then.exit_depth.count
-    decoded = tokens - finished
+    decoded = tokens - (now.queue_time_s.count - then.queue_time_s.count)
     depth_sum = now.exit_depth.sum - then.exit_depth.sum - (tokens - decoded) * setting.r_max
     depth = depth_sum / decoded if decoded else float(setting.r_max)
     return Record(

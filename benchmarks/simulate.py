@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ from depthbatch.benchmarks.trace import (
     virtual_engine,
 )
 from depthbatch.benchmarks.virtual_drafts import VirtualDrafts, parse_acceptance, with_known_depths
-from depthbatch.benchmarks.workload import Workload
+from depthbatch.benchmarks.workload import Window, Workload
 from depthbatch.common.arguments import positive, seed
 from depthbatch.common.config import ASYNC_MODES, POLICIES, PREEMPTION, EngineConfig
 from depthbatch.common.errors import ConfigError
@@ -136,13 +136,6 @@ def _resolve(
     host_blocks = options.swap_bytes // (info.block_size * bytes_per_token)
     info = msgspec.structs.replace(info, kv_bytes_per_token=bytes_per_token, host_blocks=host_blocks)
     return SchedulerConfig.resolve(options, info)
-
-
-class Window(NamedTuple):
-    """The part of a run that counts: ``tokens`` generated tokens, after ``skip`` of them. The run ends with it."""
-
-    skip: int
-    tokens: int
 
 
 @dataclass

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 
 from depthbatch.benchmarks.made_up_profiles import is_made_up, profile_by_name, relative_exits
-from depthbatch.benchmarks.simulate import Run, SimulatedRecord, Window, record_run, run_policy
+from depthbatch.benchmarks.simulate import Run, SimulatedRecord, record_run, run_policy
 from depthbatch.benchmarks.sources import load_workload, with_arrivals
 from depthbatch.benchmarks.synthetic import HUGINN_EXITS, HUGINN_WIDE, OURO_EXITS, parse_distribution
 from depthbatch.benchmarks.throughput import BASELINE
 from depthbatch.benchmarks.trace import BLOCK_SIZE, PolicyChoice
 from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
-from depthbatch.benchmarks.workload import Workload
+from depthbatch.benchmarks.workload import Window, Workload
 from depthbatch.common.config import OBJECTIVES, EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.device_profile import DeviceProfile, LinearCost
@@ -73,15 +73,15 @@ def steady_requests(workload: str, w: int) -> int:
     return max(min(25_000, 1_250 * w) // _MEAN_OUTPUT[workload], 4 * w)
 
 
-def window_of(workload: str, w: int) -> tuple[int, Window]:
+def window_of(workload: str, w: int, real: bool = False) -> tuple[int, Window]:
     """A window in steady state, and requests enough to fill it. It begins after two mean outputs a slot and lasts four, or 64
-    requests' worth where that is more."""
+    requests' worth where that is more. In ``real`` time it begins after one, lasts two, and 64 requests are not asked."""
     if workload not in _MEAN_OUTPUT:
         raise ConfigError(
             f"sweep: requests = {WINDOW!r} needs a workload of {', '.join(_MEAN_OUTPUT)}, not {workload!r}"
         )
     mean = _MEAN_OUTPUT[workload]
-    window = Window(2 * w * mean, max(4 * w, 64) * mean)
+    window = Window(w * mean, 2 * w * mean) if real else Window(2 * w * mean, max(4 * w, 64) * mean)
     count = (window.skip + window.tokens) / mean + 2 * w  # those that are running or were admitted last yield less
     return round(count + 8 * count**0.5), window  # outputs vary: 1.6 times their mean (arXiv) over the root of count
 
@@ -110,6 +110,8 @@ def with_boundary_layers(profile: DeviceProfile, per_side: int, core_layers: int
 
 class Runner:
     """Workloads, profiles and engine options of settings."""
+
+    real = False  # time passes
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         self._requests = sweep.get("requests", 200)
@@ -142,7 +144,7 @@ class Runner:
         return Workload(tuple(request for request in workload.requests if request.arrival_s < seconds))
 
     def window(self, setting: Row) -> Window | None:
-        return window_of(setting["workload"], setting["w"])[1] if self._requests == WINDOW else None
+        return window_of(setting["workload"], setting["w"], self.real)[1] if self._requests == WINDOW else None
 
     def _count(self, setting: Row) -> int:
         """Requests to draw."""
@@ -158,7 +160,7 @@ class Runner:
         if self._requests == WINDOW:
             if rate is not None:
                 raise ConfigError(f"sweep: requests = {WINDOW!r} has no rate")
-            return window_of(name, setting["w"])[0]
+            return window_of(name, setting["w"], self.real)[0]
         return int(self._of_workload(self._requests, name, 200))
 
     @staticmethod
@@ -257,6 +259,8 @@ class Simulations(Runner):
 class Processes(Runner):
     """The real processes, each setting in an engine of its own, on the simulated device."""
 
+    real = True
+
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         super().__init__(sweep)
         self._baseline: Any = None
@@ -265,8 +269,8 @@ class Processes(Runner):
         for name in ("rate", "boundary_layers", "kv_capacity", "kv_blocks"):
             if setting[name] is not None:
                 raise ConfigError(f"sweep: {name} needs runner 'simulate'")
-        if setting["launch_us"] or self.window(setting) is not None:
-            raise ConfigError(f"sweep: launch_us and requests = {WINDOW!r} need runner 'simulate'")
+        if setting["launch_us"]:
+            raise ConfigError("sweep: launch_us needs runner 'simulate'")
         if isinstance(setting["draft_acceptance"], Mapping):
             raise ConfigError("sweep: draft_acceptance by depth needs runner 'simulate'")
         super().check(setting)
@@ -283,7 +287,7 @@ class Processes(Runner):
 
         profile = self.profile(setting)
         config = EngineConfig(max_num_seqs=setting["w"], **self.options(setting))
-        record = measure(config, self.workload(setting, profile), profile.flops)
+        record = measure(config, self.workload(setting, profile), profile.flops, self.window(setting))
         if setting["policy"] == BASELINE:
             self._baseline = record
         record.compare_with(self._baseline)

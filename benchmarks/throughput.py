@@ -7,7 +7,7 @@ Depths are replayed, so that every policy does the same work; prompts are made-u
 import argparse
 import sys
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from tqdm import tqdm
@@ -24,11 +24,14 @@ from depthbatch.benchmarks.record import (
 )
 from depthbatch.benchmarks.sources import add_workload_arguments, describe_exits, workload_from_arguments
 from depthbatch.benchmarks.trace import PolicyChoice, add_scheduling_arguments, chosen_policies, scheduling_options
-from depthbatch.benchmarks.workload import Workload
+from depthbatch.benchmarks.workload import Window, Workload
 from depthbatch.common.config import FIELD_NAMES, POLICIES, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
-from depthbatch.common.messages import EngineInfo
+from depthbatch.common.messages import EngineInfo, SchedulerStats
 from depthbatch.worker.device_profile import StageFlops
+
+if TYPE_CHECKING:
+    from depthbatch.frontend.llm import LLM
 
 BASELINE = "cb"
 _SET_HERE = {
@@ -91,8 +94,9 @@ def run_throughput(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Record:
-    """Runs a workload through an engine of its own. Raises ConfigError, ModelError, RequestError, EngineDeadError."""
+def measure(config: EngineConfig, workload: Workload, flops: StageFlops, window: Window | None = None) -> Record:
+    """Runs a workload through an engine of its own, all of it or as far as the window goes. Raises ConfigError, ModelError,
+    RequestError, EngineDeadError."""
     from depthbatch.frontend.llm import LLM
     from depthbatch.frontend.params import SamplingParams
 
@@ -103,13 +107,30 @@ def measure(config: EngineConfig, workload: Workload, flops: StageFlops) -> Reco
         params = [request.sampling() for request in workload.requests]
         others = [prompt[::-1] for prompt in prompts[:_WARM_UP_REQUESTS]]  # of which no prefix is in the cache then
         llm.generate(others, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-        before, start_s = llm.scheduler_stats(), time.perf_counter()
         with tqdm(total=len(prompts), desc=config.policy, unit="req", file=sys.stderr, mininterval=1.0) as bar:
-            llm.generate(prompts, params, lambda finished, total: bar.update(finished - bar.n) and None)
-        duration_s = time.perf_counter() - start_s
-        after, info = llm.scheduler_stats(), llm.info
+            first, tokens = _Reading.of(llm), 0
+            for _, delta in llm.stream(prompts, params):
+                bar.update(delta.finish_reason is not None)
+                before, tokens = tokens, tokens + len(delta.token_ids)
+                if window is not None and before < window.skip <= tokens:
+                    first = _Reading.of(llm)
+                if window is not None and tokens >= window.skip + window.tokens:
+                    break
+            end = _Reading.of(llm)
+        info = llm.info
     setting = Setting(config.policy, config.max_num_seqs, effective_k(config, info), info.r_max)
-    return make_record(setting, before, after, duration_s, flops)
+    return make_record(setting, first.stats, end.stats, end.time_s - first.time_s, flops)
+
+
+class _Reading(NamedTuple):
+    """The scheduler's counters, and when they were read."""
+
+    time_s: float
+    stats: SchedulerStats
+
+    @classmethod
+    def of(cls, llm: "LLM") -> "_Reading":
+        return cls(time.perf_counter(), llm.scheduler_stats())
 
 
 def effective_k(config: EngineConfig, info: EngineInfo) -> int | None:

@@ -6,7 +6,7 @@ Knows nothing of models or tokenizers: a prompt is a count of tokens or a list o
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -109,6 +109,13 @@ class Workload:
     def write(self, path: str | Path) -> None:
         """The file that read() gives back as this workload."""
         Path(path).write_text(json.dumps({"requests": [_as_json(request) for request in self.requests]}) + "\n")
+
+
+class Window(NamedTuple):
+    """The part of a run that counts: ``tokens`` generated tokens, after ``skip`` of them. The run ends with it."""
+
+    skip: int
+    tokens: int
 
 
 def _parse(item: Any, where: str) -> WorkloadRequest:

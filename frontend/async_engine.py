@@ -24,9 +24,10 @@ from depthbatch.frontend.live_requests import LiveRequest, News, Progress
 from depthbatch.frontend.loading_progress import LoadingProgress
 from depthbatch.frontend.mailbox import Mailbox, Place, Request
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
-from depthbatch.frontend.params import SamplingParams, check_length
+from depthbatch.frontend.params import SamplingParams
 from depthbatch.frontend.process_metrics import flat_stats
 from depthbatch.frontend.processes import Processes
+from depthbatch.frontend.prompt_checks import check_length
 from depthbatch.frontend.prompts import (
     Prompt,
     assembler_of,

@@ -44,8 +44,9 @@ from depthbatch.common.transport import SCHEDULER_ENDPOINT, Dealer, endpoint
 from depthbatch.frontend.hangs import HangWatch
 from depthbatch.frontend.health import EngineHealth, HealthMonitor
 from depthbatch.frontend.live_requests import LiveRequest, LiveRequests, News, Progress, check_progress
-from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_length, check_token_ids
+from depthbatch.frontend.params import RequestDefaults, SamplingParams
 from depthbatch.frontend.processes import MAX_FRONTENDS, Launcher, Processes
+from depthbatch.frontend.prompt_checks import check_length, check_token_ids
 from depthbatch.frontend.restarts import Loss, Restarts
 from depthbatch.frontend.token_bans import Encode
 

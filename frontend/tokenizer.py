@@ -17,7 +17,7 @@ from depthbatch.common.errors import ModelError, RequestError
 from depthbatch.common.text_files import read_json, read_text
 from depthbatch.frontend.chat_template import ChatTemplate, chosen_template
 from depthbatch.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from depthbatch.frontend.params import ContextLengthError
+from depthbatch.frontend.prompt_checks import ContextLengthError
 
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 CONTEXT_IDS = 6  # of the prompt, which say whether an output's first space is text

@@ -44,8 +44,8 @@ class SlotState:
         self.survival = torch.ones(states, dtype=torch.float32, device=device)
         self.cumulated = torch.zeros(states, dtype=torch.float32, device=device)
         # Lane of the next position, by lane.
-        self._next_lane = (torch.arange(states, device=device) - 1 + num_slots) % max(states - 1, 1) + 1
-        self._next_lane[0] = 0
+        self.next_lane = (torch.arange(states, device=device) - 1 + num_slots) % max(states - 1, 1) + 1
+        self.next_lane[0] = 0
         self.params = torch.zeros(rows, SLOT_PARAM_WORDS, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.shaping = Shaping(rows, spec.vocab_size, device)
@@ -67,7 +67,7 @@ class SlotState:
             self.cumulated,
             self.params,
             self.block_table,
-            self._next_lane,
+            self.next_lane,
             *self.shaping.tensors(),
         )
 
@@ -88,7 +88,7 @@ class SlotState:
 
     def next_lanes(self, lanes: Tensor) -> Tensor:
         """Lanes of the positions behind those of ``lanes`` int64 [N]."""
-        return lanes if self.lanes == 1 else self._next_lane.index_select(0, lanes)
+        return lanes if self.lanes == 1 else self.next_lane.index_select(0, lanes)
 
     def gather_item(self, lanes: Tensor) -> WorkItem:
         """The work items of the rows, each [N, D]; lanes int64 [N]."""

@@ -65,6 +65,11 @@ BENCHMARKS = {
     "device-clock": Command("depthbatch.benchmarks.device_clock", "device_clock", "the simulated device's timing"),
     "eval": Command("depthbatch.benchmarks.evaluation", "eval", "public tasks at several depths, of a running server"),
     "accuracy": Command("depthbatch.benchmarks.accuracy", "accuracy", "exact match of the demo model's task"),
+    "kv-residuals": Command(
+        "depthbatch.benchmarks.kv_residuals",
+        "kv_residuals",
+        "K and V in few bits: planes by themselves or as residuals",
+    ),
     "perplexity": Command("depthbatch.benchmarks.perplexity", "perplexity", "of a text, by loops and kind of weights"),
 }
 

@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from depthbatch.common.errors import EngineDeadError, OverloadedError, RequestError, RequestKillsWorkerError, shown
 from depthbatch.common.logging import get_logger
 from depthbatch.frontend.http.schemas import HTTP_RANGES, SHAPES
-from depthbatch.frontend.params import FLAGS, ContextLengthError, complaint
+from depthbatch.frontend.params import FLAGS, complaint
+from depthbatch.frontend.prompt_checks import ContextLengthError
 
 log = get_logger("http")
 

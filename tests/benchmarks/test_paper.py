@@ -165,10 +165,17 @@ def test_core_steps_of_this_machine_are_fitted(monkeypatch: pytest.MonkeyPatch) 
     assert set(found["core"]) == {"delta_ms", "gamma_ms", "alpha_ms"} and found["r_squared"] <= 1.0
 
 
-def test_regimes_are_judged_on_either_side_of_saturation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batches", "ours"),
+    [
+        ((1, 2, 4, 8, 16, 32), "takes 1.11 to 1.2 times as long well below B*, 1.67 well above"),
+        ((4, 8, 16, 32), "takes 1.67 times as long well above B*; none is well below"),
+        ((1, 2, 4, 8), "no batch well above B*"),
+    ],
+)
+def test_regimes_are_judged_on_either_side_of_saturation(batches: tuple[int, ...], ours: str, tmp_path: Path) -> None:
     """delta 8, gamma 1: B* is 8. From 1 to 4 rows a doubling is cheap, from 16 on it is dear; between the two it says
-    nothing."""
-    batches = (1, 2, 4, 8, 16, 32)
+    nothing. Bug: where kernels are so fast that B* is below 4, nothing was judged at all."""
     step = {
         "model": "made up",
         "points": [{"batch": b, "context": 1, "core_ms": 8.0 + b} for b in batches],
@@ -177,5 +184,5 @@ def test_regimes_are_judged_on_either_side_of_saturation(tmp_path: Path) -> None
     }
     (tmp_path / "fig09_cpu.json").write_text(json.dumps({"steps": [step], "depths": []}))
     answer = paper_judges.two_regimes(made_up(tmp_path))
-    assert answer.ours.endswith("takes 1.11 to 1.2 times as long well below B*, 1.67 well above")
-    assert answer.verdict == AGREES
+    assert answer.ours.endswith(ours)
+    assert answer.verdict == ("agrees in 1 of 2" if 1 not in batches else AGREES if 32 in batches else NOT_HERE)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from depthbatch.benchmarks.flops import count_flops, stage_flops
 from depthbatch.benchmarks.record import Setting, decode_speedup, make_record
 from depthbatch.benchmarks.sources import describe_exits, workload_from_arguments
-from depthbatch.benchmarks.throughput import add_throughput_arguments, fitting, run_throughput
+from depthbatch.benchmarks.throughput import add_throughput_arguments, fitting, measure, run_throughput
 from depthbatch.benchmarks.trace import PolicyChoice
-from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.benchmarks.workload import Window, Workload, WorkloadRequest
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.common.messages import SchedulerStats
@@ -30,6 +30,7 @@ def counters(prefill_s: float, codas: int, rows: int, depth_sum: int, prefilled:
     core = CoreStats(
         generation_tokens=rows + prefilled,
         finished={"length": prefilled},
+        queue_time_s=HistogramStats(count=prefilled),
         stages={
             "prefill": StageStats(seconds=prefill_s),
             "coda": StageStats(steps=codas, rows=HistogramStats(count=codas, sum=rows)),
@@ -181,3 +182,16 @@ def test_drafts_on_a_simulated_device(tmp_path: Path) -> None:
     assert (record["policy"], record["mean_depth"], record["requests_finished"]) == ("refill", 2.0, 4)
     assert record["acceptance"] == pytest.approx(0.6, abs=0.2) and record["draft_lanes_mean"] > 0
     assert record["cb_tokens_per_s"] > 0
+
+
+def test_window_of_the_real_processes() -> None:
+    """Bug: figure 3 at W = 64 was that of runs whose mean core batch was 17 rows: most of the time the last long answers ran
+    alone. A window ends before that; what still runs is aborted, and only what is within it counts."""
+    config = EngineConfig(device="simulated:h100-ouro-1.4b", max_num_seqs=4, policy="refill", min_free_slots=1)
+    short, long = WorkloadRequest(4, 6, exit_depths=(2,) * 5), WorkloadRequest(4, 400, exit_depths=(2,) * 399)
+    workload = Workload((*[short] * 40, long))
+    record = measure(config, workload, FLOPS, Window(24, 96))
+    assert 0.8 * 4 < record.mean_batch["core"] <= 4
+    assert 96 / 6 - 4 <= record.requests_finished <= 96 / 6 + 4
+    assert record.mean_depth == 2.0
+    assert record.tokens_per_s * record.duration_s == pytest.approx(96, abs=8)

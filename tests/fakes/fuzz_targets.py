@@ -9,6 +9,7 @@ import json
 import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,11 @@ from depthbatch.frontend.http.settings import HttpConfig
 from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.params import RequestDefaults
 from depthbatch.frontend.zmq_api import ApiRequest, SubmitVerb, _params
-from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.core import Scheduler
 from fakes.chat_tokenizer import byte_tokenizer
 from fakes.http_server import FakeProbe
 from fakes.serving_engine import FakeEngine, fake_info
+from fakes.small_engine import BASE
 
 SUBMIT = Submit(
     7, b"\1\0\0\0" * 5, RequestParams(max_tokens=4, stop_token_ids=(2,), gate=Gate.REPLAY, exit_depths=b"\2\1")
@@ -164,10 +165,8 @@ class MessagesTarget:
 
     def __init__(self) -> None:
         self._decoders = [(MessageDecoder(union), union.__args__) for union, _ in UNIONS]
-        config = SchedulerConfig(
-            policy="refill", max_num_seqs=4, max_num_batched_tokens=64, min_free_slots=1, min_coda_batch=1, r_max=4,
-            block_size=4, num_blocks=40, max_model_len=64, buckets=(4,), vocab_size=40, async_scheduling="lookahead",
-        )  # fmt: skip
+        changes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 40, "buckets": (4,)}
+        config = replace(BASE, async_scheduling="lookahead", **changes)
         self.scheduler = Scheduler(config)
         self.taken = 0
 

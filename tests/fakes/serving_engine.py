@@ -20,7 +20,8 @@ from depthbatch.common.messages import EngineInfo, FinishReason, RequestParams, 
 from depthbatch.common.model_dir import resolve_model_dir
 from depthbatch.frontend.grammar import GrammarChecker
 from depthbatch.frontend.output import IndexedDelta, OutputAssembler, OutputDelta
-from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
+from depthbatch.frontend.params import RequestDefaults, SamplingParams
+from depthbatch.frontend.prompt_checks import check_token_ids
 from depthbatch.frontend.prompts import assembler_of, check_stop
 from depthbatch.frontend.tokenizer import Tokenizer
 from fakes.chat_tokenizer import EOS_ID, VOCAB_SIZE

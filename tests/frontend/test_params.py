@@ -10,7 +10,8 @@ from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import RequestError
 from depthbatch.common.gates import Gate
 from depthbatch.common.messages import EngineInfo, RequestParams
-from depthbatch.frontend.params import RequestDefaults, SamplingParams, check_token_ids
+from depthbatch.frontend.params import RequestDefaults, SamplingParams
+from depthbatch.frontend.prompt_checks import check_token_ids
 from fakes import engine_processes as fake_engine
 
 INF, NAN = float("inf"), float("nan")

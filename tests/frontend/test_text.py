@@ -24,7 +24,8 @@ from depthbatch.frontend.http.schemas import Message, TemplateFields
 from depthbatch.frontend.http.texts import Texts
 from depthbatch.frontend.logprobs import TokenLogprob, TokenLogprobs
 from depthbatch.frontend.output import OutputAssembler
-from depthbatch.frontend.params import ContextLengthError, SamplingParams
+from depthbatch.frontend.params import SamplingParams
+from depthbatch.frontend.prompt_checks import ContextLengthError
 from depthbatch.frontend.prompts import assembler_of, encode_prompt
 from depthbatch.frontend.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer
 from fakes.chat_tokenizer import byte_tokenizer

@@ -1,12 +1,5 @@
 """Products and attention as other processors compute them: every kernel that this one can run, whichever it would choose."""
 
-import ctypes
-import shutil
-import subprocess
-import tempfile
-from functools import cache
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,36 +9,12 @@ from hypothesis import strategies as st
 from depthbatch.common.kv_cache_dtype import KVCacheDtype
 from depthbatch.worker.attention.backend import CacheGeometry, DecodeRows, PrefillRows
 from depthbatch.worker.layers import int8, linear, ops_torch
-from depthbatch.worker.layers.cpu import compile as building
-from depthbatch.worker.layers.cpu.library import Kernels
 from fakes.attention_cases import Case, Projections, decode_rows, geometries, int32, make_case, prefill_rows, widen
+from fakes.kernel_variants import VARIANTS, built
 
-AVX2 = "-march=x86-64-v3"
-VARIANTS = {
-    "AVX2": (AVX2,),
-    "AVX-512 without bf16 products": (AVX2, "-DGEMM_LANES=16"),  # in halves, where registers are of 8 lanes
-    "this processor without bf16 products": ("-march=native", "-mno-avx512bf16"),
-    "AVX-VNNI": (AVX2, "-include", str(Path(__file__).parent / "avx_vnni_emulation.h")),
-}
 PACKED = tuple(name for name in VARIANTS if name != "AVX-VNNI")  # whose packed products and attention differ
 ROWS = range(1, 30)
 TYPES = [torch.float32, torch.bfloat16]
-
-
-@cache
-def built(name: str) -> Kernels:
-    """The whole library as one variant."""
-    compiler = shutil.which("gcc")
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if compiler is None or " avx2 " not in flags or " fma " not in flags:
-        pytest.skip("needs gcc, and a processor with AVX2")
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "kernels.so"
-        sources = map(str, sorted(building.SOURCE_DIR.glob("*.c")))
-        command = [compiler, *building.COMMON_FLAGS, *VARIANTS[name], "-fopenmp", *sources, "-o", str(target), "-lm"]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        return Kernels(ctypes.CDLL(str(target)))
 
 
 @pytest.mark.parametrize("variant", PACKED)

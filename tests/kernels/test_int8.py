@@ -1,8 +1,6 @@
 """Int8 products: C against torch bit for bit, a row against itself in other batches, the bytes against what they stand for."""
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,12 @@ from hypothesis import strategies as st
 from depthbatch.common.config import EngineConfig
 from depthbatch.common.messages import RequestParams
 from depthbatch.worker.layers import int8, linear, ops
-from depthbatch.worker.layers.cpu import compile as building
 from depthbatch.worker.layers.cpu.library import cpu_kernels
 from fakes.attention_cases import kernels_for
+from fakes.kernel_variants import TILES, int8_file
 from fakes.lockstep import LockstepEngine
 from reference.oracle import HUGINN, OURO, prompts_of
 
-EMULATION = Path(__file__).parent / "tile_emulation.h"
 SHAPES = [(2, 2), (30, 30), (34, 64), (100, 512), (64, 1100), (32, 2085)]
 TYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -110,31 +107,10 @@ def test_few_inputs_are_wide_and_leave_the_others_a_byte(width: int, tail: int, 
     assert sizes.max() == 127 * 128 or (sizes > 63).sum() > most
 
 
-def built(tmp_path: Path, *flags: str) -> Path:
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no gcc")
-    target = tmp_path / "int8.so"
-    command = [
-        compiler,
-        *building.COMMON_FLAGS,
-        "-fopenmp",
-        *flags,
-        str(building.SOURCE_DIR / "int8.c"),
-        "-o",
-        str(target),
-    ]
-    run = subprocess.run([*command, "-lm"], capture_output=True, text=True, check=False)
-    if "unrecognized" in run.stderr or "bad value" in run.stderr:
-        pytest.skip("this gcc does not know the processor")
-    assert run.returncode == 0, run.stderr
-    return target
-
-
-def test_tiles_give_the_same_integers(tmp_path: Path) -> None:
+def test_tiles_give_the_same_integers() -> None:
     """The kernel for AMX with its eight instructions in plain C, for processors without: same sums at all numbers of rows."""
     kernels = kernels_for("c")
-    library = ctypes.CDLL(str(built(tmp_path, "-include", str(EMULATION))))
+    library = ctypes.CDLL(str(int8_file(emulation=TILES)))
     for n in (1, 4, 5, 15, 16, 17, 31, 32, 33, 130):
         for shape in ((34, 70), (32, 2085)):
             x, weight = example(n, shape, torch.float32, n)
@@ -152,8 +128,8 @@ def test_tiles_give_the_same_integers(tmp_path: Path) -> None:
     assert ctypes.c_int64.in_dll(library, "emulated_products").value > 0  # else nothing of this has run
 
 
-def test_the_kernel_for_tiles_builds(tmp_path: Path) -> None:
-    built(tmp_path, "-march=sapphirerapids")
+def test_the_kernel_for_tiles_builds() -> None:
+    int8_file("-march=sapphirerapids")
 
 
 @pytest.mark.parametrize("model", [OURO, HUGINN], ids=["ouro", "huginn"])

@@ -1,6 +1,7 @@
 """``auto`` decides by stage times. In virtual time, where stages take what a device profile says, it orders them unlike any
 fixed policy; what requests get must be the same."""
 
+import dataclasses
 from itertools import combinations
 
 import numpy as np
@@ -22,6 +23,7 @@ from depthbatch.worker.device_profile import CoreCost, DeviceProfile, LinearCost
 from fakes.lockstep import Answer, Late, LockstepEngine
 from fakes.paged_model import plain_decode
 from fakes.paged_worker import PagedWorker
+from fakes.small_engine import BASE
 from fakes.strategies import prompt_of, workloads
 from reference.oracle import HUGINN, OURO, R_MAX, prompts_of
 
@@ -80,23 +82,12 @@ def serve(config: SchedulerConfig, requests: list[Submit], device: DeviceProfile
 
 
 def engine_config(policy: str, mode: str, objective: str = "throughput", **changes: object) -> SchedulerConfig:
-    values: dict = {
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 24,
-        "min_free_slots": 1,
-        "min_coda_batch": 1,
-        "r_max": 4,
-        "block_size": 4,
-        "num_blocks": 90,
-        "max_model_len": 40,
-        "buckets": (6,),
-        "vocab_size": 40,
-        "preemption": "off",
-        "kv_layout": KVLayout.LAST_EXITED,
-        "ttft_target_s": 0.02,
-        "itl_target_s": 0.01,
-    }
-    return SchedulerConfig(policy=policy, async_scheduling=mode, objective=objective, **values | changes)
+    six = dataclasses.replace(
+        BASE, max_num_seqs=6, max_num_batched_tokens=24, num_blocks=90, max_model_len=40, buckets=(6,)
+    )
+    values = {"preemption": "off", "kv_layout": KVLayout.LAST_EXITED, "ttft_target_s": 0.02, "itl_target_s": 0.01}
+    changes = values | {"policy": policy, "async_scheduling": mode, "objective": objective} | changes
+    return dataclasses.replace(six, **changes)
 
 
 @settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))

@@ -26,6 +26,7 @@ from depthbatch.scheduler.policy.view import Decision, Policy, QueueView, Retire
 from fakes.draft_policies import CoreFirst, OneCodaEach
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
+from fakes.small_engine import BASE
 from fakes.strategies import VOCAB, drafting_configs, prompt_of, workloads
 
 QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -135,18 +136,14 @@ def test_thousands_of_random_operations_under_long_chains(mode: str, scarce: boo
     """Chains of five over six loops, read at any depth, in any order of stages: what hypothesis' small cases rarely
     reach, as rows that catch up with one that has exited, or a draft that comes back after its chain was cut."""
     rng = random.Random(11)
-    config = SchedulerConfig(
-        policy="refill",
+    config = replace(
+        BASE,
         max_num_seqs=4,
         max_num_batched_tokens=24,
-        min_free_slots=1,
-        min_coda_batch=1,
         r_max=6,
-        block_size=4,
         num_blocks=16 if scarce else 60,
         max_model_len=40,
         buckets=(1, 2, 4, 7) if scarce else (4, 20),
-        vocab_size=VOCAB,
         async_scheduling=mode,
         kv_layout=KVLayout.LAST_EXITED,
         draft_lanes=4,
@@ -180,22 +177,8 @@ def test_thousands_of_random_operations_under_long_chains(mode: str, scarce: boo
 
 def build(**changes: object) -> SchedulerConfig:
     """Four sequences of at most four lanes, four loops, nothing scarce."""
-    values: dict = {
-        "policy": "refill",
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "min_free_slots": 1,
-        "min_coda_batch": 1,
-        "r_max": 4,
-        "block_size": 4,
-        "num_blocks": 90,
-        "max_model_len": 60,
-        "buckets": (16,),
-        "vocab_size": VOCAB,
-        "kv_layout": KVLayout.LAST_EXITED,
-        "draft_lanes": 3,
-    }
-    return SchedulerConfig(**values | changes)
+    four = replace(BASE, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=90, max_model_len=60, buckets=(16,))
+    return replace(four, **{"kv_layout": KVLayout.LAST_EXITED, "draft_lanes": 3} | changes)
 
 
 def request(request_id: int = 0, depths: Sequence[int] = (), max_tokens: int = 20, **params: object) -> Submit:

@@ -21,7 +21,6 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.common.kv_events import KvEventsConfig, binds
 from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.messages import EngineReady, RequestParams, Submit
-from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import prefix_keys
 from depthbatch.scheduler.kv_events import (
     END,
@@ -35,21 +34,19 @@ from depthbatch.scheduler.kv_events import (
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
 from fakes.scheduler_process import OPTIONS, Engine, FakeWorker, engine_info
+from fakes.small_engine import BASE
 from fakes.strategies import prompt_of
 
 SIZE = 4
-CONFIG = SchedulerConfig(
-    policy="refill",
+CONFIG = replace(
+    BASE,
     max_num_seqs=2,
     max_num_batched_tokens=6,
-    min_free_slots=1,
-    min_coda_batch=1,
     r_max=2,
     block_size=SIZE,
     num_blocks=12,
     max_model_len=32,
     buckets=(2,),
-    vocab_size=40,
     kv_layout=KVLayout.LAST_EXITED,
     prefix_caching=True,
     kv_events=True,

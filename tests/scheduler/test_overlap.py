@@ -12,6 +12,7 @@ from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.kv_blocks import BlockPool
 from fakes.paged_lockstep import Lockstep
+from fakes.small_engine import BASE
 from fakes.strategies import KNOWN_AHEAD, configs, workloads
 
 SLOW = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -73,18 +74,12 @@ def test_stop_tokens_change_the_schedule_but_not_the_answers(data: st.DataObject
 
 
 def build(width: int, **changes) -> SchedulerConfig:
-    base = SchedulerConfig(
-        policy="refill",
+    base = replace(
+        BASE,
         max_num_seqs=width,
         max_num_batched_tokens=64,
-        min_free_slots=1,
-        min_coda_batch=1,
-        r_max=4,
-        block_size=4,
         num_blocks=200,
-        max_model_len=64,
         buckets=(width,),
-        vocab_size=40,
         async_scheduling="lookahead",
     )
     return replace(base, **changes)

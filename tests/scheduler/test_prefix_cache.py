@@ -19,6 +19,7 @@ from depthbatch.scheduler.kv_blocks import PrefixCachingPool, prefix_keys
 from depthbatch.scheduler.kv_events import block_hash
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
+from fakes.small_engine import BASE
 from fakes.strategies import prompt_of
 
 SIZE = 4
@@ -137,18 +138,14 @@ def request(request_id: int, prompt: list[int], **params: object) -> Submit:
     return Submit(request_id, data, RequestParams(**{"max_tokens": 3, "max_loops": 2} | params))  # type: ignore[arg-type]
 
 
-CONFIG = SchedulerConfig(
-    policy="refill",
+CONFIG = replace(
+    BASE,
     max_num_seqs=2,
-    max_num_batched_tokens=16,
-    min_free_slots=1,
-    min_coda_batch=1,
     r_max=2,
     block_size=SIZE,
     num_blocks=12,
     max_model_len=32,
     buckets=(2,),
-    vocab_size=40,
     kv_layout=KVLayout.LAST_EXITED,
     prefix_caching=True,
 )

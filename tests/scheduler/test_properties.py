@@ -19,6 +19,7 @@ from depthbatch.common.messages import RequestParams, Submit
 from depthbatch.scheduler.config import SchedulerConfig
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
+from fakes.small_engine import BASE
 from fakes.strategies import EARLY_GATES, VOCAB, configs, prompt_of, workloads
 
 QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -118,18 +119,13 @@ def test_ten_thousand_random_operations_end_with_everything_free(mode: str, layo
     thousands of whose tokens are decoded a second time under the shared layout, say what the plain loop says, and so do
     those whose K/V wait in host memory, where there is room for a few."""
     rng = random.Random(7)
-    config = SchedulerConfig(
-        policy="refill",
-        max_num_seqs=8,
+    config = replace(
+        BASE,
         max_num_batched_tokens=24,
-        min_free_slots=1,
         min_coda_batch=3,
-        r_max=4,
-        block_size=4,
         num_blocks=26,
         max_model_len=40,
         buckets=(1, 2, 4, 8),
-        vocab_size=VOCAB,
         async_scheduling=mode,
         kv_layout=layout,
         preemption="offload" if host_blocks else "recompute",

@@ -17,23 +17,11 @@ from depthbatch.scheduler.config import SchedulerConfig
 from depthbatch.scheduler.stage_batch import ScheduledStage
 from fakes.paged_lockstep import Lockstep
 from fakes.paged_model import plain_decode
-from fakes.strategies import VOCAB, configs, drafting_configs, prompt_of, workloads
+from fakes.small_engine import BASE
+from fakes.strategies import configs, drafting_configs, prompt_of, workloads
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
-BASE = SchedulerConfig(
-    policy="refill",
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    min_free_slots=1,
-    min_coda_batch=1,
-    r_max=4,
-    block_size=4,
-    num_blocks=100,
-    max_model_len=64,
-    buckets=(1, 2, 4, 8),
-    vocab_size=VOCAB,
-    async_scheduling="lookahead",
-)
+CONFIG = replace(BASE, max_num_batched_tokens=64, num_blocks=100, buckets=(1, 2, 4, 8), async_scheduling="lookahead")
 
 
 class Deadly:
@@ -114,7 +102,7 @@ def test_a_killer_fails_alone(beside: int, deaths: int, position: int, layout: K
     """Rows "one request kills the device" and "it comes back with every restart, and takes all others with it for ever". In its
     prefill or at a later token: two deaths where it runs alone, three where others run beside it, which get all of
     their tokens. The error says so."""
-    deadly = Deadly(replace(BASE, kv_layout=layout), {1: position}, random.Random(position))
+    deadly = Deadly(replace(CONFIG, kv_layout=layout), {1: position}, random.Random(position))
     requests = [submit(i) for i in range(1, 2 + beside)]
     failures = []
     scheduler = deadly.harness.scheduler
@@ -132,7 +120,7 @@ def test_a_killer_fails_alone(beside: int, deaths: int, position: int, layout: K
 def test_deaths_of_other_causes_fail_nobody() -> None:
     """Workers that die again and again of something else, while every request gets on between two deaths: none is ever
     a suspect for long, and all are answered."""
-    harness, rng = Lockstep(BASE), random.Random(3)
+    harness, rng = Lockstep(CONFIG), random.Random(3)
     requests = [submit(i, tokens=40) for i in range(8)]
     for request in requests:
         harness.submit(request)
@@ -150,7 +138,7 @@ def test_deaths_of_other_causes_fail_nobody() -> None:
 def test_a_cleared_suspect_makes_room_and_comes_back() -> None:
     """Suspects run one at a time: while one is tried nothing else is in flight, not even what waits with a higher
     priority, and the first one to be cleared is set aside for the next."""
-    harness = Lockstep(BASE)
+    harness = Lockstep(CONFIG)
     for i in range(3):
         harness.submit(submit(i, tokens=20))
     for _ in range(2):
@@ -194,7 +182,7 @@ def test_any_killers_in_any_engine(data: st.DataObject) -> None:
 def test_who_takes_the_slot_of_an_aborted_killer_is_not_blamed() -> None:
     """Bug: a request that was implicated once, and had been given the slot of one that was aborted with its stage in flight,
     was taken for what alone was in flight, and failed."""
-    harness = Lockstep(replace(BASE, max_num_seqs=1, buckets=(1,)))
+    harness = Lockstep(replace(CONFIG, max_num_seqs=1, buckets=(1,)))
     harness.submit(submit(1))
     harness.dispatch()
     harness.lose_worker()
@@ -212,7 +200,7 @@ def test_who_takes_the_slot_of_an_aborted_killer_is_not_blamed() -> None:
 def test_who_was_preempted_with_a_stage_in_flight_is_implicated() -> None:
     """Bug: the slots of stages in flight were looked at, so that a killer which had lost its slot since was not among those
     who may have killed the worker, and whoever had its slot now was."""
-    harness = Lockstep(BASE)
+    harness = Lockstep(CONFIG)
     harness.submit(submit(1))
     requests = harness.scheduler._requests
     for blamed in (set(), {1}):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthbatch.benchmarks.simulate import Run, Window, add_simulate_arguments, report, run_policy, run_simulate
+from depthbatch.benchmarks.simulate import Run, add_simulate_arguments, report, run_policy, run_simulate
 from depthbatch.benchmarks.virtual_drafts import parse_acceptance, with_known_depths
-from depthbatch.benchmarks.workload import Workload, WorkloadRequest
+from depthbatch.benchmarks.workload import Window, Workload, WorkloadRequest
 from depthbatch.common.errors import ConfigError
 from depthbatch.worker.device_profile import DeviceProfile
 from depthbatch.worker.simulated import find_profile

@@ -1,5 +1,6 @@
 """Whether a coda that says which guesses are right is awaited: by what that costs, and with the same output either way."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,7 +22,8 @@ from depthbatch.scheduler.verdicts import Verdicts
 from depthbatch.worker.simulated import find_profile, simulated_info
 from fakes.paged_lockstep import GivenVerdicts, Lockstep
 from fakes.paged_model import plain_decode
-from fakes.strategies import VOCAB, prompt_of
+from fakes.small_engine import BASE
+from fakes.strategies import prompt_of
 
 CORE_S, CODA_S = 4e-3, 1e-3
 
@@ -79,18 +81,13 @@ def test_nothing_is_waited_for_and_the_output_is_the_same(
     """Stages are chosen as far ahead as they may be, so that chains run on behind guesses that turn out to be wrong: tokens
     and depths are those of the plain loop, and the fake worker raises at any read of what is not final. A result that is
     ``due`` behind a core step is behind one, not two."""
-    config = SchedulerConfig(
-        policy="refill",
+    config = replace(
+        BASE,
         max_num_seqs=3,
         max_num_batched_tokens=64,
-        min_free_slots=1,
-        min_coda_batch=1,
-        r_max=4,
-        block_size=4,
         num_blocks=90,
         max_model_len=60,
         buckets=(12,),
-        vocab_size=VOCAB,
         async_scheduling="lookahead",
         kv_layout=KVLayout.LAST_EXITED,
         draft_lanes=3,

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from depthbatch.common.frames import (
     BAD_SEQUENCE_TOKENS,
@@ -15,7 +17,7 @@ from depthbatch.common.frames import (
     Stage,
 )
 from depthbatch.common.messages import GrammarStart, StageBatch, StageExtra, Variant
-from depthbatch.worker.runner.stage_input import StageError, StageLimits, parse_stage
+from depthbatch.worker.runner.stage_input import FEW, StageError, StageLimits, _within, parse_stage
 
 LIMITS = StageLimits(
     num_slots=4, num_blocks=10, max_blocks=3, max_positions=48, r_max=4, vocab_size=50, buckets=(1, 2, 4)
@@ -249,3 +251,15 @@ def test_decode_stages_have_no_extras_but_those_of_preludes(stage: Stage, extra:
         return
     with pytest.raises(StageError, match="decode stage with extra"):
         parse_stage(header, frame, None, limits)
+
+
+@given(
+    values=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 9), max_size=2 * FEW),
+    low=st.integers(-4, 3),
+    span=st.integers(0, 8),
+)
+def test_bounds_of_few_and_of_many_numbers(values: list[int], low: int, span: int) -> None:
+    """Few are compared by Python, many by numpy in one wrapping subtraction; both as one would write it down."""
+    for numbers in (values, [*values, *[low] * FEW], [low] * FEW + values[:1]):
+        want = all(low <= number <= low + span for number in numbers)
+        assert _within(np.array(numbers, np.int32), low, low + span) == want

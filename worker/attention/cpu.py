@@ -44,17 +44,17 @@ class CpuAttention(AttentionBackend):
         if (problem := unsupported(geometry)) is not None:
             raise ConfigError(problem)
         super().__init__(geometry, cache_shapes(geometry), zeros_on_large_pages)
-        self._kernels = kernels.by_type[geometry.dtype]
+        self.kernels = kernels.by_type[geometry.dtype]
         self._fused: dict[
             int, tuple[BlockStack, FusedStack | None]
         ] = {}  # by id; the stack is kept, so ids stay unique
-        self._copy_planes = kernels.copy_planes
+        self._copy_planes, self.prelude_kernel = kernels.copy_planes, kernels.prelude
         self._layers = (LayerArgs * len(geometry.planes))(*map(self._layer_args, range(len(geometry.planes))))
         self._layer_addresses = [
             ctypes.addressof(self._layers) + i * ctypes.sizeof(LayerArgs) for i in range(len(geometry.planes))
         ]
         looped = [i for i, planes in enumerate(geometry.planes) if planes > 1]
-        self._looped_layers = (LayerArgs * len(looped))(*(self._layers[i] for i in looped))
+        self.looped_layers = (LayerArgs * len(looped))(*(self._layers[i] for i in looped))
         self._call = CallArgs()
         self._call_address = ctypes.addressof(self._call)
         self._row_args = RowArgs()
@@ -107,13 +107,12 @@ class CpuAttention(AttentionBackend):
             num_rows=slots.shape[0],
         )
         self._copy_planes(
-            ctypes.addressof(self._looped_layers),
-            len(self._looped_layers),
+            ctypes.addressof(self.looped_layers),
+            len(self.looped_layers),
             ctypes.addressof(rows),
             _int32_address(source),
             _int32_address(first),
             _int32_address(end),
-            self.k_cache[0].element_size(),
         )
 
     def _layer_args(self, layer: int) -> LayerArgs:
@@ -132,13 +131,18 @@ class CpuAttention(AttentionBackend):
             block_size=g.block_size,
             window=g.window(layer),
             kind=KV_KINDS[self.kind],
+            element_bytes=self.k_cache[layer].element_size(),
             scale=g.head_dim**-0.5,
         )
 
-    def _run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
+    def fused(self, stack: BlockStack) -> FusedStack | None:
+        """The stack as one C call, where it can be."""
         if (known := self._fused.get(id(stack))) is None:
-            known = self._fused[id(stack)] = (stack, fuse(stack, self.geometry, self._kernels, self._layer_addresses))
-        fused = known[1]
+            known = self._fused[id(stack)] = (stack, fuse(stack, self.geometry, self.kernels, self._layer_addresses))
+        return known[1]
+
+    def _run_stack(self, stack: BlockStack, x: Tensor, rotation: Rotation) -> Tensor | None:
+        fused = self.fused(stack)
         return None if fused is None else fused.run(x, rotation, self._row_address)
 
     def _bind_decode(self, rows: DecodeRows) -> None:
@@ -190,7 +194,7 @@ class CpuAttention(AttentionBackend):
             raise TypeError(f"queries are {like.dtype}, the cache is {self.geometry.dtype}")
         out = like.new_empty((like.shape[0], self.geometry.num_heads * self.geometry.head_dim))
         self._call.out, self._call.out_stride = out.data_ptr(), out.shape[1]
-        self._kernels.attend(self._layer_addresses[layer], self._row_address, self._call_address)
+        self.kernels.attend(self._layer_addresses[layer], self._row_address, self._call_address)
         return out
 
 

@@ -28,7 +28,7 @@ KEPT_ROWS = 512  # scratch for more rows than this (long prefill) is given back 
 ROW_PADDING = 32  # elements between scratch rows: rows a power of two apart would share few cache sets
 
 
-class _Widths(NamedTuple):
+class Widths(NamedTuple):
     """Elements a row of each scratch area."""
 
     hidden: int
@@ -41,42 +41,43 @@ class _Widths(NamedTuple):
 class FusedStack:
     """A BlockStack ready for the C kernels."""
 
-    def __init__(self, args: StackArgs, widths: _Widths, function: Function, kept: list[object]) -> None:
-        self._args, self._widths, self._function = args, widths, function
+    def __init__(self, args: StackArgs, widths: Widths, function: Function, kept: list[object]) -> None:
+        self.args, self.widths, self._function = args, widths, function
         self._kept = kept  # tensors and structures that the arguments point to
         self._call = StackCall()
-        self._scratch: tuple[Tensor, ...] = ()  # areas that _point_into has cut
+        self._scratch: tuple[Tensor, ...] = ()
         self._rows = 0  # rows the scratch has room for
 
     def run(self, x: Tensor, rotation: Rotation, row_address: int) -> Tensor:
         """x [N, D] -> [N, D]; row_address: the RowArgs of these rows."""
         n = x.shape[0]
-        if n > self._rows:
-            self._point_into(n, x)
         call, x = self._call, x.contiguous()
+        if n > self._rows:
+            self._scratch, self._rows = point_into_scratch(call, self.widths, n, x.dtype), n
         out = torch.empty_like(x)
         call.x, call.out = x.data_ptr(), out.data_ptr()
         call.cos, call.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
         call.rope = ROPE_INTERLEAVED if rotation.interleaved else ROPE_SPLIT_HALF
-        self._function(ctypes.addressof(self._args), row_address, ctypes.addressof(call))
+        self._function(ctypes.addressof(self.args), row_address, ctypes.addressof(call))
         if self._rows > KEPT_ROWS:
             self._scratch, self._rows = (), 0
         return out
 
-    def _point_into(self, rows: int, like: Tensor) -> None:
-        """Cuts fresh scratch for ``rows`` rows: normed | projected | attended | inner | branch."""
-        w, call = self._widths, self._call
-        strides = [w.hidden + ROW_PADDING, w.projected + ROW_PADDING, w.attended + ROW_PADDING, w.inner + ROW_PADDING]
-        scratch = like.new_empty(rows * (sum(strides) + w.hidden))
-        quantised = torch.empty(rows * w.quantised, dtype=torch.int8)
-        self._scratch, self._rows = (scratch, quantised), rows
-        call.normed_stride, call.projected_stride, call.attended_stride, call.inner_stride = strides
-        call.quantised = quantised.data_ptr()
-        address, size = scratch.data_ptr(), like.element_size()
-        for name, stride in zip(("normed", "projected", "attended", "inner"), strides, strict=True):
-            setattr(call, name, address)
-            address += rows * stride * size
-        call.branch = address
+
+def point_into_scratch(call: StackCall, widths: Widths, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Cuts fresh scratch for ``rows`` rows: normed | projected | attended | inner | branch. Who makes the call keeps it."""
+    w = widths
+    strides = [w.hidden + ROW_PADDING, w.projected + ROW_PADDING, w.attended + ROW_PADDING, w.inner + ROW_PADDING]
+    scratch = torch.empty(rows * (sum(strides) + w.hidden), dtype=dtype)
+    quantised = torch.empty(rows * w.quantised, dtype=torch.int8)
+    call.normed_stride, call.projected_stride, call.attended_stride, call.inner_stride = strides
+    call.quantised = quantised.data_ptr()
+    address = scratch.data_ptr()
+    for name, stride in zip(("normed", "projected", "attended", "inner"), strides, strict=True):
+        setattr(call, name, address)
+        address += rows * stride * dtype.itemsize
+    call.branch = address
+    return scratch, quantised
 
 
 def fuse(
@@ -106,7 +107,7 @@ def fuse(
         norm_on_sum=stack.norm_on_sum,
         eps=stack.eps,
     )
-    widths = _Widths(
+    widths = Widths(
         hidden,
         first.qkv.out_features,
         first.out.in_features,

@@ -131,6 +131,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def temper(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp(logits / temperature - the largest of these) of logits fp32 [N, V] at temperature fp32 [N]: proportional to the
+    probabilities, the largest is 1."""
+    logits = logits.contiguous()  # or where a row lies would decide its last bits
+    kernels = _kernels_for(logits, temperature)
+    if kernels is None or kernels.temper is None:
+        return ops_torch.temper(logits, temperature)
+    weights = torch.empty_like(logits)
+    kernels.temper(weights.data_ptr(), logits.data_ptr(), temperature.data_ptr(), *logits.shape)
+    return weights
+
+
 def rope_split_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [N, H, Dh] pairing feature i with i + Dh/2 (Ouro); cos, sin fp32 [N, Dh/2]."""
     out = _rope(x, cos, sin, interleaved=False)

@@ -53,3 +53,10 @@ def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = wide[..., 0::2], wide[..., 1::2]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
+
+
+def temper(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp(logits / temperature - the largest of these) of logits fp32 [N, V] at temperature fp32 [N]: proportional to the
+    probabilities, the largest is 1."""
+    scaled = logits / temperature.unsqueeze(1)
+    return torch.exp(scaled - scaled.amax(-1, keepdim=True))

@@ -52,10 +52,10 @@ class RotaryTable:
         frequencies = rope.frequencies(head_dim).tolist()
         places = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(places, torch.tensor(frequencies, dtype=torch.float32, device=device))
-        self._cos = angles.cos()  # [P, Dh / 2]
-        self._sin = angles.sin()
-        self._interleaved = rope.interleaved
+        self.cos = angles.cos()  # [P, Dh / 2]
+        self.sin = angles.sin()
+        self.interleaved = rope.interleaved
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of rows at positions [N]."""
-        return Rotation(self._interleaved, self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+        return Rotation(self.interleaved, self.cos.index_select(0, positions), self.sin.index_select(0, positions))

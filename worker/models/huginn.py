@@ -82,32 +82,27 @@ class Recurrence:
 
 
 class Huginn(StackedModel):
-    """LoopedModel with the work item (state, injection)."""
+    """LoopedModel with the work item (state, injection). A loop is the adapter on both, then the core blocks."""
 
     def __init__(self, parts: Parts, recurrence: Recurrence) -> None:
         super().__init__(parts)
-        self.recurrence = recurrence
+        self.recurrence, self.adapter = recurrence, recurrence.adapter
 
     def prelude(
         self, token_ids: torch.Tensor, positions: torch.Tensor, state_seeds: torch.Tensor, attend: AttentionContext
     ) -> WorkItem:
         """Injection e from the scaled embedding and the prelude blocks; initial state zero or seeded."""
         x = F.embedding(token_ids, self.weights.embedding) * self.recurrence.embed_scale
-        e = self.weights.prelude(x, self._rotary.at(positions), attend)
+        e = self.weights.prelude(x, self.rotary.at(positions), attend)
         if self.recurrence.seeded:
             std = self.recurrence.state_std
             return seeded_state(state_seeds, positions, self.spec.hidden_size, e.dtype, std), e
         return torch.zeros_like(e), e
 
-    def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
-        """One loop: adapter on (state, injection), then the core blocks."""
-        x = self.recurrence.adapter(torch.cat(item, -1))
-        return self.weights.core(x, self._rotary.at(positions), attend), item[1]
-
     def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
         """Final norm, coda blocks, the same final norm again."""
         x = rms_norm(item[0], self.weights.final_norm, self.weights.coda.eps)
-        return self.weights.coda(x, self._rotary.at(positions), attend)
+        return self.weights.coda(x, self.rotary.at(positions), attend)
 
     def convergence(self, before: WorkItem, after: WorkItem) -> torch.Tensor:
         """|s_r - s_{r-1}| / |s_r| of the raw states in fp32, the denominator clamped away from 0; fp32 [N]."""

@@ -251,11 +251,14 @@ class Parts(NamedTuple):
 class StackedModel(GatelessModel):
     """LoopedModel with the work item (h,): embedding and prelude blocks, core blocks, coda blocks, head.
 
-    Trained exit heads read the last tensor of the work item before the loop, and the first one in it.
+    With an ``adapter`` the core's blocks start from its product with the whole work item, of which they replace the first
+    tensor. A stage that no subclass overrides may run as one call (worker/runner/fused_stages.py). Trained exit heads read the last tensor of the work item before the loop, and the first one in it.
     """
 
+    adapter: Linear | None = None
+
     def __init__(self, parts: Parts) -> None:
-        self.spec, self.weights, self._rotary, self.heads = parts
+        self.spec, self.weights, self.rotary, self.heads = parts
 
     def lookahead_logit(self, item: WorkItem) -> torch.Tensor:
         """Raw output of the trained lookahead head after a loop, fp32 [N]."""
@@ -274,15 +277,16 @@ class StackedModel(GatelessModel):
     ) -> WorkItem:
         """h [N, D] from the embedding and the prelude blocks."""
         x = F.embedding(token_ids, self.weights.embedding)
-        return (self.weights.prelude(x, self._rotary.at(positions), attend),)
+        return (self.weights.prelude(x, self.rotary.at(positions), attend),)
 
     def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
         """One loop of the core blocks."""
-        return (self.weights.core(item[0], self._rotary.at(positions), attend),)
+        x = item[0] if self.adapter is None else self.adapter(torch.cat(item, -1))
+        return self.weights.core(x, self.rotary.at(positions), attend), *item[1:]
 
     def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
         """The coda blocks, and the final norm where the plan puts it there."""
-        return self.weights.coda(item[0], self._rotary.at(positions), attend)
+        return self.weights.coda(item[0], self.rotary.at(positions), attend)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] -> fp32 [N, V]."""

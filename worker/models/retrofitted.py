@@ -56,16 +56,19 @@ class Retrofitted(Huginn):
         state, injection = super().prelude(token_ids, positions, state_seeds, attend)
         return (state if self._start == "random" else injection), injection
 
-    def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
-        """As Huginn's; or the first loop takes the injection as it is."""
-        x = self.recurrence.adapter(torch.cat(item, -1))
-        if self._start == "skip-adapter":
-            x = torch.where((loops == 1).unsqueeze(-1), item[1], x)
-        return self.weights.core(x, self._rotary.at(positions), attend), item[1]
-
     def coda(self, item: WorkItem, positions: torch.Tensor, attend: AttentionContext) -> torch.Tensor:
         """Coda blocks and the final norm, which is not applied before them."""
         return StackedModel.coda(self, item, positions, attend)
+
+
+class SkipsAdapter(Retrofitted):
+    """The same for the start mode of that name."""
+
+    def core(self, item: WorkItem, positions: torch.Tensor, loops: torch.Tensor, attend: AttentionContext) -> WorkItem:
+        """As Huginn's, but the first loop takes the injection as it is."""
+        x = self.recurrence.adapter(torch.cat(item, -1))
+        x = torch.where((loops == 1).unsqueeze(-1), item[1], x)
+        return self.weights.core(x, self.rotary.at(positions), attend), item[1]
 
 
 class RetrofittedFamily(LlamaLikeFamily):
@@ -100,7 +103,8 @@ class RetrofittedFamily(LlamaLikeFamily):
         scale = init.number("embed_scale")
         adapter, seeded = Linear(inputs.take(ADAPTER)), inputs.state_init == "seeded"
         start = config.text("initial_state_mode") if config.has("initial_state_mode") else "random"
-        return Retrofitted(parts, Recurrence(adapter, scale, init.number("std") * scale, seeded), start)
+        kind = SkipsAdapter if start == "skip-adapter" else Retrofitted
+        return kind(parts, Recurrence(adapter, scale, init.number("std") * scale, seeded), start)
 
 
 FAMILY = RetrofittedFamily()

@@ -36,6 +36,8 @@ def all_reduce(x: Tensor) -> Tensor:
 class LeadingStages(Stages):
     """Rank 0's."""
 
+    chooses_alone = False
+
     def _next_tokens(
         self, hidden: Tensor, slots: Tensor, lanes: Tensor, positions: Tensor, variant: Variant
     ) -> Sampled:
@@ -46,6 +48,8 @@ class LeadingStages(Stages):
 
 class FollowingStages(Stages):
     """Another rank's: looks at no gates and no logits, whatever form of a stage rank 0 captures or runs."""
+
+    chooses_alone = False
 
     def decode(self, stage: Stage, buffers: DecodeBuffers, variant: Variant) -> None:
         super().decode(stage, buffers, PLAIN)

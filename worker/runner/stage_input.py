@@ -39,6 +39,7 @@ _VARIANTS = sum(Variant)
 _NONE = np.empty(0, np.int32)
 _NO_MOVES = np.empty((0, MOVE_FIELDS), np.int32)
 _NO_SLOT_PARAMS = np.empty(0, SLOT_PARAMS)
+FEW = 32  # numbers that Python compares sooner than numpy
 MOST_DRAFT_ROWS = 512  # of one decode stage, drafts included, unless there are more slots
 EXACT_ROWS = 128  # beyond, a step of 8 is at most 6 % of padding
 
@@ -145,7 +146,11 @@ def _stage_name(stage: int) -> str:
 
 
 def _within(values: Int32Array, low: int, high: int) -> bool:
-    """Every value in [low, high]; an empty array is fine. In one comparison: below ``low`` it wraps to more than any."""
+    """Every value in [low, high]; an empty array is fine. Of many in one comparison: below ``low`` one wraps to more than
+    any."""
+    if values.size <= FEW:
+        few = values.ravel().tolist()
+        return not few or (low <= min(few) and max(few) <= high)
     return bool(((values - np.int32(low)).view(np.uint32) <= high - low).all())
 
 
@@ -165,7 +170,8 @@ def _slot_params(header: StageBatch, slot_params: Int32Array | None, limits: Sta
 
 def _decode(header: StageBatch, frame: Int32Array, params: SlotParamRows, limits: StageLimits) -> StageInput:
     bucket, rows, stage = header.bucket, header.rows, Stage(header.stage)
-    _require(bucket in limits.buckets, header, f"bucket {bucket} is none of {limits.buckets}")
+    if bucket not in limits.buckets:  # of which there may be too many to write down for every stage
+        _require(False, header, f"bucket {bucket} is none of {limits.buckets}")
     _require(1 <= rows <= bucket, header, f"{rows} rows in bucket {bucket}")
     _require(frame.size == ROW_FIELDS * bucket, header, f"frame has {frame.size} int32, not {ROW_FIELDS} * {bucket}")
     table = frame.reshape(ROW_FIELDS, bucket)
@@ -173,9 +179,9 @@ def _decode(header: StageBatch, frame: Int32Array, params: SlotParamRows, limits
     _require(_within(slots, 1, limits.num_slots), header, "slot out of range")
     _require(rows == bucket or not table[:, rows:].any(), header, "padding rows are not zero")
     _require(_within(positions, 0, limits.max_positions - 1), header, "position out of range")
-    lanes = lane_of(slots, positions, limits.num_slots, limits.lanes)
+    lanes = slots if limits.lanes == 1 else lane_of(slots, positions, limits.num_slots, limits.lanes)
     _require(
-        rows == 1 or np.unique(lanes).size == rows,
+        rows == 1 or len(set(lanes.tolist())) == rows,
         header,
         "a slot is there twice" if limits.lanes == 1 else "a lane is there twice",
     )

@@ -17,6 +17,7 @@ from depthbatch.worker.attention.backend import AttentionBackend, DecodeRows, Pr
 from depthbatch.worker.layers.blocks import BlockStack
 from depthbatch.worker.layers.rotary import Rotation
 from depthbatch.worker.models.interface import LoopedModel, WorkItem
+from depthbatch.worker.runner.fused_stages import FusedStages, fuse_stages
 from depthbatch.worker.runner.stage_input import StageInput
 from depthbatch.worker.runner.stage_tensors import DecodeBuffers, PrefillInput
 from depthbatch.worker.sampling.exit_gates import Hazard, gate_step
@@ -116,6 +117,8 @@ PrefillContext = Callable[[AttentionBackend, PrefillRows], PrefillAttention]
 class Stages:
     """A model, its KV memory and its slots, and what can be run on them."""
 
+    chooses_alone = True  # tokens are nobody else's business
+
     def __init__(self, model: LoopedModel, backend: AttentionBackend, slots: SlotState, layout: KVLayout) -> None:
         self.model = model
         self.backend = backend
@@ -123,6 +126,9 @@ class Stages:
         self.layout = layout
         self.r_max = model.spec.r_max
         self._fills = needs_fill(layout, self.r_max)
+        self.fused = FusedStages()  # stages that are one call
+        if self.chooses_alone:
+            self.fused = fuse_stages(model, backend, slots, layout.num_planes(self.r_max), self._fills)
 
     def updates(self, stage: StageInput, masks: Masks | None) -> Iterator[StateUpdate]:
         """What ``stage`` changes before it runs, slot parameters apart: rare, so each with an upload of its own."""
@@ -152,6 +158,9 @@ class Stages:
 
         With GATES, which needs a model with a pre-loop head, the values are the depths it predicts.
         """
+        if self.fused.prelude is not None and Variant.GATES not in variant:
+            self.fused.prelude(buffers.frame)
+            return
         slots, positions = buffers.slots.long(), buffers.positions
         columns = torch.div(positions, self.backend.geometry.block_size, rounding_mode="floor").long()
         self.slots.put_blocks(slots, columns, buffers.aux)
@@ -167,12 +176,20 @@ class Stages:
 
     def core(self, buffers: DecodeBuffers, variant: Variant) -> None:
         """One loop of every row, at the loop the row says; with GATES the values say whose gate fired."""
+        gates = Variant.GATES in variant
+        if self.fused.core is not None and not gates:
+            self.fused.core(buffers.frame)
+            return
         lanes, loops = buffers.lanes.long(), buffers.aux
-        planes_of(self.layout, loops, self.r_max, out=buffers.planes)
         before = self.slots.gather_item(lanes)
-        after = self.model.core(before, buffers.positions, loops, self.attention(buffers))
-        self.slots.scatter_item(lanes, after)
-        if Variant.GATES not in variant:
+        if self.fused.core is not None:
+            self.fused.core(buffers.frame)
+            after = self.slots.gather_item(lanes)
+        else:
+            planes_of(self.layout, loops, self.r_max, out=buffers.planes)
+            after = self.model.core(before, buffers.positions, loops, self.attention(buffers))
+            self.slots.scatter_item(lanes, after)
+        if not gates:
             return
         params = self.slots.gather_params(buffers.slots.long())
         survival, cumulated = self.slots.survival, self.slots.cumulated
@@ -184,6 +201,13 @@ class Stages:
 
     def coda(self, buffers: DecodeBuffers, variant: Variant) -> None:
         """Ends the token of every row: fills the planes it did not reach, samples its successor into ``token[slot]``."""
+        if self.fused.coda is not None and variant in (PLAIN, Variant.SAMPLE):
+            hidden = None
+            if not self.fused.coda.gathers:
+                item = self.slots.gather_item(buffers.lanes)
+                hidden = self.model.coda(item, buffers.positions, self.attention(buffers))
+            self.fused.coda(buffers.frame, hidden, buffers.values, Variant.SAMPLE in variant)
+            return
         slots, lanes, positions = buffers.slots.long(), buffers.lanes.long(), buffers.positions
         if self._fills:
             fill = fill_of(self.layout, buffers.aux, self.r_max)

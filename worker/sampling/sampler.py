@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from depthbatch.worker.layers.ops import temper
 from depthbatch.worker.sampling.random_numbers import uniform
 from depthbatch.worker.sampling.slot_params import SlotParams
 
@@ -27,9 +28,7 @@ def sample_tokens(logits: Tensor, params: SlotParams, positions: Tensor, filtere
     uses them; it skips the sort, and cannot change what a row without them draws.
     """
     hot = params.temperature > 0
-    temperature = torch.where(hot, params.temperature, 1.0).unsqueeze(1)
-    scaled = logits / temperature
-    weights = torch.exp(scaled - scaled.amax(-1, keepdim=True))  # proportional to p, largest is 1
+    weights = temper(logits, torch.where(hot, params.temperature, 1.0))
     if filtered:
         weights = _filter(weights, params)
     number = uniform(params.seed_low, params.seed_high, positions, TOKEN_LANE)

@@ -15,6 +15,7 @@ typedef struct {
     int32_t planes, num_heads, num_kv_heads, head_dim, block_size;
     int32_t window; /* tokens a query sees, itself included; 0: all */
     int32_t kind;   /* KV_... */
+    int32_t element_bytes; /* of K and V */
     float scale;
 } LayerArgs;
 
@@ -43,5 +44,11 @@ typedef struct {
 /* Called by every thread of a team; a barrier ends it. */
 void attend_team_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier);
 void attend_team_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier);
+/* The same for K and V that are codes. */
+void attend_codes_team_f32(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier);
+void attend_codes_team_bf16(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, Barrier *barrier);
+
+/* Copies K and V of the token at `position` from plane source to planes first .. end - 1; table: its sequence's blocks. */
+void copy_planes(const LayerArgs *layer, const int32_t *table, int64_t position, int32_t source, int32_t first, int32_t end);
 
 #endif

@@ -20,7 +20,7 @@ INLINE vf reduce_lanes(const __m512 *a) {
 INLINE vf load_tail(const bf16 *p) { /* 8 elements, the upper lanes 0 */
     bf16 wide[LANES] = {0};
     memcpy(wide, p, 8 * sizeof(bf16));
-    return load_bf16(wide);
+    return load_g_bf16(wide);
 }
 
 /* Dot products of q with the 16 keys of a tile; keys beyond n repeat key 0 (their scores are masked later).
@@ -41,9 +41,9 @@ INLINE vf dot_scores(const bf16 *q, const bf16 *k, const bf16 *next, int n, int 
         }
     }
     for (; d + LANES <= dh; d += LANES) {
-        vf qd = load_bf16(q + d);
+        vf qd = load_g_bf16(q + d);
 #pragma GCC unroll 16
-        for (int t = 0; t < TILE; t++) acc[t] = (__m512)((vf)acc[t] + load_bf16(KEY(t) + d) * qd);
+        for (int t = 0; t < TILE; t++) acc[t] = (__m512)((vf)acc[t] + load_g_bf16(KEY(t) + d) * qd);
     }
     if (d < dh) {
         vf qd = load_tail(q + d);
@@ -80,7 +80,7 @@ INLINE void dot_accumulate(float *acc, vf weights, const bf16 *v, const bf16 *ne
     }
     for (; d + LANES <= dh; d += LANES) {
         vf a = load_f32(acc + d);
-        for (int t = 0; t < n; t++) a += splat(p[t]) * load_bf16(v + t * dh + d);
+        for (int t = 0; t < n; t++) a += splat(p[t]) * load_g_bf16(v + t * dh + d);
         store_f32(acc + d, a);
     }
     if (d < dh) {
@@ -101,13 +101,13 @@ INLINE void dot_tile(
     vf s = blend(valid, products * scale, splat(-INFINITY));
     float top = hmax(s);
     if (top > *m) {
-        float shrink = *m == -INFINITY ? 0.0f : vexp(splat(*m - top))[0];
+        float shrink = *m == -INFINITY ? 0.0f : exp_g(splat(*m - top))[0];
         for (int d = 0; d < dh; d += 8)
             for (int i = 0; i < 8; i++) acc[d + i] *= shrink;
         *l *= shrink;
         *m = top;
     }
-    vf weights = blend(valid, vexp(s - *m), splat(0.0f));
+    vf weights = blend(valid, exp_g(s - *m), splat(0.0f));
     *l += hsum(weights);
     if (n == TILE) {
         dot_accumulate(acc, weights, v, next_v, TILE, dh);
@@ -126,7 +126,7 @@ typedef struct {
 /* Floats of scratch. */
 INLINE size_t NAME(run_floats)(int dh, int queries) { return (size_t)queries * (2 * dh + 2); }
 
-INLINE NAME(Run) NAME(make_run)(float *scratch, int dh, int queries) {
+INLINE NAME(Run) NAME(make_run)(float *scratch, int dh, int queries, int of_head) {
     float *acc = scratch + queries * dh, *m = acc + queries * dh;
     return (NAME(Run)){.q = (bf16 *)scratch, .acc = acc, .m = m, .l = m + queries};
 }
@@ -136,6 +136,8 @@ INLINE void NAME(start_query)(
 ) {
     NAME(rotate)(run->q + i * dh, q, bias, cos, sin, rope, dh);
     memset(run->acc + i * dh, 0, sizeof(float) * dh);
+    run->m[i] = -INFINITY;
+    run->l[i] = 0.0f;
 }
 
 /* See attention_tiles.h. */
@@ -168,6 +170,6 @@ static void NAME(attend_tile)(
 INLINE void NAME(finish_query)(const NAME(Run) * run, int i, bf16 *out, int dh) {
     const float *acc = run->acc + i * dh, inverse = 1.0f / run->l[i];
     int d = 0;
-    for (; d + LANES <= dh; d += LANES) store_bf16(out + d, load_f32(acc + d) * inverse);
+    for (; d + LANES <= dh; d += LANES) store_g_bf16(out + d, load_f32(acc + d) * inverse);
     for (; d < dh; d++) scalar_put_bf16(out + d, acc[d] * inverse);
 }

@@ -1,14 +1,16 @@
-/* Body of the attention kernels for one element type; included twice a type (see attention.c): for K and V of that type, and
- * for quantised ones (CODES).
+/* Body of the attention kernels for one element type; included by attention_f32.h and attention_bf16.h, for K and V of that type
+ * (attention.c) and for quantised ones (CODES; attention_codes.c).
  *
  * A query's state while tiles stream by: running max m, running sum l, fp32 accumulator acc [Dh] (attention_tiles.h,
- * attention_dot.h or attention_codes.h).
+ * attention_dot.h or attention_codes_tiles.h).
  */
 
 #ifdef CODES
 #define STORED uint8_t
+#define PASS_TILES pass_codes
 #else
 #define STORED T
+#define PASS_TILES NAME(pass_tiles)
 #endif
 
 /* Asks for the block a row begins with, while its projections are rotated and appended. */
@@ -32,9 +34,9 @@ INLINE void NAME(rotate)(
         return;
     }
     int half = dh / 2, step = rope == ROPE_SPLIT_HALF ? half : 1, spread = rope == ROPE_SPLIT_HALF ? 1 : 2;
-    if (rope == ROPE_SPLIT_HALF && !bias && half % LANES == 0) {
-        for (int i = 0; i < half; i += LANES) {
-            vf a = LOAD(src + i), b = LOAD(src + i + half), c = load_f32(cos + i), s = load_f32(sin + i);
+    if (rope == ROPE_SPLIT_HALF && !bias && half % GEMM_LANES == 0) {
+        for (int i = 0; i < half; i += GEMM_LANES) {
+            vg a = LOAD(src + i), b = LOAD(src + i + half), c = load_g(cos + i), s = load_g(sin + i);
             STORE(dst + i, a * c - b * s);
             STORE(dst + i + half, b * c + a * s);
         }
@@ -59,6 +61,12 @@ INLINE void NAME(rotate)(
 #include "attention_lanes.h"
 #else
 #include "attention_tiles.h"
+#endif
+#ifndef CODES
+#define RUN NAME(Run)
+#define ATTEND_TILE NAME(attend_tile)
+INLINE void NAME(pass_tiles)(
+#include "attention_pass.h"
 #endif
 
 /* Writes k and v of one row and head to the cache. */
@@ -85,57 +93,23 @@ INLINE void NAME(append)(const LayerArgs *layer, const RowArgs *rows, const Call
 #endif
 }
 
-/* `count` rows from `row` (consecutive positions of one slot), kv heads head .. head + num_heads - 1. Heads of a block
- * are neighbours in memory, so a block is read as one stream, once for all rows and all query heads of a kv head. */
+/* `count` rows from `row` (consecutive positions of one slot), kv heads head .. head + num_heads - 1. */
 static void NAME(attend_run)(
     const LayerArgs *layer, const RowArgs *rows, const CallArgs *call, int64_t row, int count, int64_t head, int num_heads,
     float *scratch
 ) {
     const int dh = layer->head_dim, group = layer->num_heads / layer->num_kv_heads, queries = count * group * num_heads;
-    NAME(Run) run = NAME(make_run)(scratch, dh, queries);
+    NAME(Run) run = NAME(make_run)(scratch, dh, queries, count * group);
 #ifdef CODES
-    run.kind = layer->kind;
+    NAME(take_kind)(&run, layer->kind, dh);
 #endif
     for (int i = 0; i < queries; i++) { /* [num_heads, count, group] */
         const int64_t r = row + i / group % count, h = (head + i / (group * count)) * group + i % group;
         const T *q = (const T *)call->q + r * call->q_stride + h * dh;
         const T *bias = call->q_bias ? (const T *)call->q_bias + h * dh : NULL;
         NAME(start_query)(&run, i, q, bias, call->cos + r * (dh / 2), call->sin + r * (dh / 2), call->rope, dh);
-        run.m[i] = -INFINITY;
-        run.l[i] = 0.0f;
     }
-    const STORED *k = (const STORED *)layer->k_cache, *v = (const STORED *)layer->v_cache;
-    const int64_t first = rows->positions[row], last = first + count - 1, size = layer->block_size;
-    const int64_t unseen = layer->window && first >= layer->window ? first + 1 - layer->window : 0; /* by the first row */
-    const int64_t begin = unseen / size * size;
-    int64_t next_block = tile_offset(layer, physical_block(layer, rows, row, begin / size), head);
-    for (int64_t start = begin; start <= last; start += size) {
-        const int64_t block = next_block;
-        if (start + size <= last) {
-            next_block = tile_offset(layer, physical_block(layer, rows, row, start / size + 1), head);
-        } else if (row + count < rows->num_rows) { /* most likely what this thread reads next */
-            next_block = tile_offset(layer, physical_block(layer, rows, row + count, 0), head);
-        }
-        for (int64_t t = 0; t < size && start + t <= last; t += TILE) {
-            const int64_t at = block + t * dh, next = next_block + t * dh;
-#ifdef CODES
-            NAME(take_scales)(&run, layer, at / dh, next / dh, num_heads);
-#endif
-            const int64_t ahead = first + 1 - (start + t), behind = layer->window ? ahead - layer->window : -count;
-            const int n = (int)smallest(TILE, size - t, ahead + count - 1);
-            /* Row c sees the tokens behind + c .. ahead + c - 1 of the tile; those that see its first go together. */
-            for (int c = ahead > 0 ? 0 : (int)(1 - ahead), together; c < count; c += together) {
-                const int from = behind + c > 0 ? (int)(behind + c) : 0;
-                together = 1;
-                if (from >= n) continue;
-                while (c + together < count && behind + c + together <= 0) together++;
-                NAME(attend_tile)(
-                    &run, k + at, v + at, k + next, v + next, size * dh, num_heads, count, group, c, together, from, ahead + c, n,
-                    dh, layer->scale
-                );
-            }
-        }
-    }
+    PASS_TILES(&run, layer, rows, row, count, head, num_heads);
     for (int i = 0; i < queries; i++) {
         const int64_t r = row + i / group % count, h = (head + i / (group * count)) * group + i % group;
         NAME(finish_query)(&run, i, (T *)call->out + r * call->out_stride + h * dh, dh);
@@ -155,7 +129,7 @@ INLINE int NAME(run_length)(const RowArgs *rows, int64_t row, int64_t end) {
  * or a share of them where rows are too few for the team. */
 static void NAME(decode_team)(const LayerArgs *layer, const RowArgs *rows, const CallArgs *call) {
     const int64_t n = rows->num_rows, heads = layer->num_kv_heads;
-    const int64_t num_heads = n < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
+    const int64_t num_heads = team_size() > 1 && n < 4 * team_size() ? 1 : heads, shares = heads / num_heads;
     const int64_t queries = layer->num_heads / heads * num_heads;
     float scratch[NAME(run_floats)(layer->head_dim, (int)queries)] __attribute__((aligned(64)));
     /* A thread takes several neighbours at a time, since the prefetch at a row's end is for the next row. */
@@ -215,9 +189,17 @@ static void NAME(run_team)(const LayerArgs *layer, const RowArgs *rows, const Ca
 
 /* for the next inclusion */
 #undef NAME
-#undef CODES
-#undef STORED
+#undef T
+#undef LOAD
+#undef STORE
+#undef ROUND
+#undef GET
+#undef PUT
 #undef PARTS
 #undef OPERAND
 #undef OPERAND_256
 #undef WORDS
+#undef CODES
+#undef STORED
+#undef PASS_TILES
+#undef DOT_BF16

@@ -112,12 +112,12 @@ static void lanes_tile(Lanes *lanes, const bf16 *k, const bf16 *v, int64_t start
         s[t] = (__m512)blend(visible, (vf)s[t] * scale, splat(-INFINITY));
         top = (vf)_mm512_max_ps(s[t], (__m512)top); /* a NaN score is passed over here and comes back in exp */
     }
-    const vf shrink = vexp(lanes->m - top);
+    const vf shrink = exp_g(lanes->m - top);
     vf sum = splat(0.0f);
     __m512bh pairs[TILE / 2];
 #pragma GCC unroll 8
     for (int p = 0; p < TILE / 2; p++) {
-        vf even = vexp((vf)s[2 * p] - top), odd = vexp((vf)s[2 * p + 1] - top);
+        vf even = exp_g((vf)s[2 * p] - top), odd = exp_g((vf)s[2 * p + 1] - top);
         sum += even + odd;
         const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
         const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
@@ -149,7 +149,7 @@ INLINE void finish_lanes(const Lanes *lanes, const LayerArgs *layer, const CallA
         transpose_16x16(r);
         for (int i = 0; i < count * group; i++) {
             bf16 *out = (bf16 *)call->out + (row + i / group) * call->out_stride + (head * group + i % group) * dh;
-            store_bf16(out + d, (vf)r[i]);
+            store_g_bf16(out + d, (vf)r[i]);
         }
     }
 }

@@ -9,27 +9,41 @@
  */
 
 #define UNIT (PARTS * GEMM_LANES) /* elements in a register of words */
+#define STEP (PARTS * CHAINS) /* elements of which each chain of a score has a word */
 
 typedef struct {
-    float *q;       /* [queries, head_dim], widened */
-    float *acc;     /* [queries, head_dim up to a whole UNIT] */
-    float *m, *l;
+    float *q;       /* [queries, head_dim], widened; chain by chain, if `single` by registers: first of each word, then second */
+    float *acc;     /* [queries, acc_width] */
+    float *m, *l;   /* [queries], [queries, GEMM_LANES] */
     float *keys;    /* [head_dim, TILE] of the tile at hand */
     const T *turned; /* where they are in the cache */
     float *weights; /* [queries, TILE] */
+    int single;     /* a KV head has one query, whose scores are summed up as keys lie */
 } NAME(Run);
 
 INLINE int NAME(acc_width)(int dh) { return (dh + UNIT - 1) / UNIT * UNIT; }
 
 /* Floats of scratch. */
 INLINE size_t NAME(run_floats)(int dh, int queries) {
-    return (size_t)dh * TILE + (size_t)queries * (TILE + dh + NAME(acc_width)(dh) + 2);
+    return (size_t)dh * TILE + (size_t)queries * (TILE + dh + NAME(acc_width)(dh) + 1 + GEMM_LANES);
 }
 
-INLINE NAME(Run) NAME(make_run)(float *scratch, int dh, int queries) {
+INLINE NAME(Run) NAME(make_run)(float *scratch, int dh, int queries, int of_head) {
     float *weights = scratch + dh * TILE, *acc = weights + queries * TILE, *q = acc + queries * NAME(acc_width)(dh);
-    float *m = q + queries * dh;
-    return (NAME(Run)){.keys = scratch, .weights = weights, .acc = acc, .q = q, .m = m, .l = m + queries};
+    float *l = q + queries * dh;
+    return (NAME(Run)){
+        .keys = scratch, .weights = weights, .acc = acc, .q = q, .l = l, .m = l + queries * GEMM_LANES,
+#ifdef __AVX2__
+        .single = of_head == 1 && dh % STEP == 0,
+#endif
+    };
+}
+
+/* No token has been seen. */
+INLINE void NAME(start_sums)(const NAME(Run) * run, int i, int dh) {
+    memset(run->acc + i * NAME(acc_width)(dh), 0, sizeof(float) * NAME(acc_width)(dh));
+    memset(run->l + i * GEMM_LANES, 0, sizeof(float) * GEMM_LANES);
+    run->m[i] = -INFINITY;
 }
 
 INLINE void NAME(start_query)(
@@ -37,15 +51,27 @@ INLINE void NAME(start_query)(
 ) {
     T rotated[dh];
     NAME(rotate)(rotated, q, bias, cos, sin, rope, dh);
+    float *to = run->q + i * dh;
     int d = 0;
-    for (; d + LANES <= dh; d += LANES) store_f32(run->q + i * dh + d, LOAD(rotated + d));
-    for (; d < dh; d++) run->q[i * dh + d] = GET(rotated + d);
-    memset(run->acc + i * NAME(acc_width)(dh), 0, sizeof(float) * NAME(acc_width)(dh));
+#ifdef __AVX2__
+    for (; run->single && d < dh; d += STEP)
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++)
+            _mm256_storeu_ps(to + d + part * CHAINS, OPERAND_256(_mm256_loadu_si256((const __m256i *)(rotated + d)), part));
+#endif
+    if (!run->single) {
+        uint32_t words[dh / PARTS], ordered[dh / PARTS];
+        memcpy(words, rotated, sizeof(words));
+        order_words(ordered, words, dh / PARTS);
+        memcpy(rotated, ordered, sizeof(words));
+    }
+    for (; d + GEMM_LANES <= dh; d += GEMM_LANES) store_g(to + d, LOAD(rotated + d));
+    for (; d < dh; d++) to[d] = GET(rotated + d);
+    NAME(start_sums)(run, i, dh);
 }
 
 #define KEY(t) (k + ((t) < n ? (t) * dh : 0)) /* keys beyond n repeat key 0: their scores are masked later */
 #ifdef __AVX2__
-#define STEP (8 * PARTS) /* features turned at a time */
 
 /* r[0..7]: STEP features from d of keys t .. t + 7, as words of a feature or two. Each line of the next block is asked for,
  * into the second-level cache, as its counterpart here is read: requests come no faster than they can be served. */
@@ -58,33 +84,29 @@ INLINE void NAME(turn)(__m256i r[8], const T *k, const T *next, int t, int64_t d
     transpose_8x8(r);
 }
 
-/* scores [TILE] of one query, keys turned in registers: the sums of tile_scores. dh a multiple of 2 * STEP. */
+/* scores [TILE] of one query: the sums of tile_scores. Each line of the next block is asked for, as in turn. dh a multiple of
+ * STEP. */
 INLINE void NAME(query_scores)(
     const float *q, const T *k, const T *next, int n, int64_t dh, float *scores
 ) {
-    const int64_t half = dh / 2;
-    __m256 acc[2][2] = {0};
-    for (int64_t d = 0; d < half; d += STEP)
 #pragma GCC unroll 2
-        for (int c = 0; c < 2; c++)
-#pragma GCC unroll 2
-            for (int g = 0; g < 2; g++) {
-                __m256i r[8];
-                NAME(turn)(r, k, next, 8 * g, c * half + d, n, dh);
+    for (int t = 0; t < TILE; t += 8) {
+        __m256 acc[8] = {0};
+        for (int64_t d = 0; d < dh; d += STEP)
 #pragma GCC unroll 8
-                for (int i = 0; i < 8; i++)
+            for (int i = 0; i < 8; i++) {
+                const __m256i words = _mm256_loadu_si256((const __m256i *)(KEY(t + i) + d));
+                if (d % (64 / sizeof(T)) == 0) __builtin_prefetch(next + (t + i) * dh + d, 0, 2);
 #pragma GCC unroll 2
-                    for (int part = 0; part < PARTS; part++) {
-                        const __m256 feature = _mm256_broadcast_ss(q + c * half + d + PARTS * i + part);
-                        acc[c][g] = multiply_add_256(OPERAND_256(r[i], part), feature, acc[c][g]);
-                    }
+                for (int part = 0; part < PARTS; part++)
+                    acc[i] = multiply_add_256(OPERAND_256(words, part), _mm256_loadu_ps(q + d + part * CHAINS), acc[i]);
             }
-    _mm256_storeu_ps(scores, _mm256_add_ps(acc[0][0], acc[1][0]));
-    _mm256_storeu_ps(scores + 8, _mm256_add_ps(acc[0][1], acc[1][1]));
+        _mm256_storeu_ps(scores + t, sums_of_8(acc));
+    }
 }
 #endif
 
-/* keys [dh, TILE]: the n keys of a tile, feature by feature. */
+/* keys [dh, TILE]: the n keys of a tile, feature by feature, chain by chain. */
 INLINE void NAME(turn_keys)(float *keys, const T *k, const T *next, int n, int64_t dh) {
     int64_t d = 0;
 #ifdef __AVX2__
@@ -96,11 +118,11 @@ INLINE void NAME(turn_keys)(float *keys, const T *k, const T *next, int n, int64
             for (int i = 0; i < 8; i++)
 #pragma GCC unroll 2
                 for (int part = 0; part < PARTS; part++)
-                    _mm256_storeu_ps(keys + (d + PARTS * i + part) * TILE + t, OPERAND_256(r[i], part));
+                    _mm256_storeu_ps(keys + (chain_place(d / PARTS + i, dh, PARTS) + part) * TILE + t, OPERAND_256(r[i], part));
         }
 #endif
     for (; d < dh; d++)
-        for (int t = 0; t < TILE; t++) keys[d * TILE + t] = GET(KEY(t) + d);
+        for (int t = 0; t < TILE; t++) keys[(chain_place(d / PARTS, dh, PARTS) + d % PARTS) * TILE + t] = GET(KEY(t) + d);
 }
 
 /* acc [ROWS][UNITS units] += weights [ROWS, n] times values; the last unit of a row has `elements` of them. Tokens beyond n
@@ -151,11 +173,12 @@ INLINE void NAME(add_rows)(
 INLINE void NAME(score_head)(
     NAME(Run) * run, const T *k, const T *next, int i, int count, int n, int dh
 ) {
+    const float *q = run->q + i * dh;
     float *weights = run->weights + i * TILE;
 #ifdef __AVX2__
-    if (count == 1 && dh % (2 * STEP) == 0) {
-        if (n == TILE) NAME(query_scores)(run->q + i * dh, k, next, TILE, dh, weights);
-        else NAME(query_scores)(run->q + i * dh, k, next, n, dh, weights);
+    if (run->single) {
+        if (n == TILE) NAME(query_scores)(q, k, next, TILE, dh, weights);
+        else NAME(query_scores)(q, k, next, n, dh, weights);
         return;
     }
 #endif
@@ -164,7 +187,7 @@ INLINE void NAME(score_head)(
         else NAME(turn_keys)(run->keys, k, next, n, dh);
         run->turned = k;
     }
-    tile_scores_of(count, run->q + i * dh, run->keys, dh, weights);
+    tile_scores_of(count, q, run->keys, dh, weights);
 }
 
 /* Scores of `count` queries from i become weights; of these the first `group` see tokens first .. end - 1, the next one more,
@@ -173,9 +196,11 @@ INLINE void NAME(weigh)(
     NAME(Run) * run, int i, int count, int group, int first, int64_t end, int n, int dh, float scale
 ) {
     const int width = NAME(acc_width)(dh);
-    for (int j = 0; j < count; j++) {
-        const int last = (int)smallest(n, end + j / group, n);
-        float *w = run->weights + (i + j) * TILE, *m = run->m + i + j, *l = run->l + i + j, *acc = run->acc + (i + j) * width;
+    for (int j = 0, row = 0, of_row = 0; j < count; j++) {
+        const int last = (int)smallest(n, end + row, n);
+        float *w = run->weights + (i + j) * TILE, *m = run->m + i + j, *l = run->l + (i + j) * GEMM_LANES;
+        float *acc = run->acc + (i + j) * width;
+        if (++of_row == group) row++, of_row = 0;
         const float shrink = first == 0 && last == TILE ? tile_softmax(1, w, m, l, 0, TILE, scale)
                                                         : tile_softmax(0, w, m, l, first, last, scale);
         if (shrink != 1.0f)
@@ -227,7 +252,7 @@ static void NAME(attend_tile)(
 
 /* out [dh] = acc / l of one query. */
 INLINE void NAME(finish_query)(const NAME(Run) * run, int i, T *out, int dh) {
-    const float *acc = run->acc + i * NAME(acc_width)(dh), inverse = 1.0f / run->l[i];
+    const float *acc = run->acc + i * NAME(acc_width)(dh), inverse = 1.0f / hsum_g(load_g(run->l + i * GEMM_LANES));
     for (int d = 0; d < dh; d += UNIT) {
         const vgu words = WORDS(load_g(acc + d) * inverse, load_g(acc + d + (PARTS - 1) * GEMM_LANES) * inverse);
         memcpy(out + d, &words, (d + UNIT <= dh ? UNIT : dh - d) * sizeof(T));

@@ -109,26 +109,22 @@ INLINE void turn_16(__m128i r[16], const uint8_t *k, const uint8_t *next, int64_
     transpose_bytes(r);
 }
 
-/* scores [TILE] of one query, without the keys' scales: the sums of tile_scores. dh a multiple of 32. */
+/* scores [TILE] of one query, without the keys' scales: the sums of tile_scores. dh a multiple of 16. */
 INLINE void query_codes(const float *q, const uint8_t *k, const uint8_t *next, int n, int64_t dh, float *scores, int kind) {
-    const int64_t half = dh / 2;
-    __m256 acc[2][2] = {0};
-    for (int64_t d = 0; d < half; d += 16)
 #pragma GCC unroll 2
-        for (int c = 0; c < 2; c++) {
-            __m128i r[16];
-            turn_16(r, k, next, c * half + d, n, dh);
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) {
-                const __m256 feature = _mm256_broadcast_ss(q + c * half + d + i);
+    for (int t = 0; t < TILE; t += 8) {
+        __m256 acc[8] = {0};
+        for (int64_t d = 0; d < dh; d += 16)
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
                 __m256 x[2];
-                decode_16(x, r[i], kind);
-                acc[c][0] = multiply_add_256(x[0], feature, acc[c][0]);
-                acc[c][1] = multiply_add_256(x[1], feature, acc[c][1]);
+                decode_16(x, _mm_loadu_si128((const __m128i *)(KEY(t + i) + d)), kind);
+                if (d % 64 == 0) __builtin_prefetch(next + (t + i) * dh + d, 0, 2);
+                acc[i] = multiply_add_256(x[0], _mm256_loadu_ps(q + d), acc[i]);
+                acc[i] = multiply_add_256(x[1], _mm256_loadu_ps(q + d + 8), acc[i]);
             }
-        }
-    _mm256_storeu_ps(scores, _mm256_add_ps(acc[0][0], acc[1][0]));
-    _mm256_storeu_ps(scores + 8, _mm256_add_ps(acc[0][1], acc[1][1]));
+        _mm256_storeu_ps(scores + t, sums_of_8(acc));
+    }
 }
 
 /* x [count], widened, as whole numbers of 15 bits and a sign of which the largest is 32767; returns what one of them is worth. Padding
@@ -237,7 +233,7 @@ INLINE void add_codes(float *acc, const float *weights, const uint8_t *v, const 
 }
 #endif
 
-/* keys [dh, TILE]: the n keys of a tile without their scales, feature by feature. */
+/* keys [dh, TILE]: the n keys of a tile without their scales, feature by feature, chain by chain. */
 INLINE void turn_codes(float *keys, const uint8_t *k, const uint8_t *next, int n, int64_t dh, int kind) {
     int64_t d = 0;
 #ifdef WIDE_CODES
@@ -248,13 +244,14 @@ INLINE void turn_codes(float *keys, const uint8_t *k, const uint8_t *next, int n
         for (int i = 0; i < 16; i++) {
             __m256 x[2];
             decode_16(x, r[i], kind);
-            _mm256_storeu_ps(keys + (d + i) * TILE, x[0]);
-            _mm256_storeu_ps(keys + (d + i) * TILE + 8, x[1]);
+            float *to = keys + chain_place(d + i, dh, 1) * TILE;
+            _mm256_storeu_ps(to, x[0]);
+            _mm256_storeu_ps(to + 8, x[1]);
         }
     }
 #endif
     for (; d < dh; d++)
-        for (int t = 0; t < TILE; t++) keys[d * TILE + t] = decode_code(KEY(t)[d], kind);
+        for (int t = 0; t < TILE; t++) keys[chain_place(d, dh, 1) * TILE + t] = decode_code(KEY(t)[d], kind);
 }
 #undef KEY
 

@@ -75,8 +75,8 @@ INLINE int64_t pair_share(int64_t pairs, int64_t pair_bytes) {
 
 #define T float
 #define NAME(x) x##_f32
-#define STORE store_f32
-#define VROUND round_f32
+#define STORE store_g
+#define VROUND round_g_f32
 #define K_STEP 1
 #define PARTS 1
 #define OPERAND(words, part) ((vg)(words))
@@ -86,8 +86,8 @@ INLINE int64_t pair_share(int64_t pairs, int64_t pair_bytes) {
 
 #define T bf16
 #define NAME(x) x##_bf16
-#define STORE store_bf16
-#define VROUND round_bf16
+#define STORE store_g_bf16
+#define VROUND round_g_bf16
 #define K_STEP 2
 #ifdef __AVX512BF16__
 #define PARTS 1

@@ -89,7 +89,7 @@ static __attribute__((noinline, noclone)) void NAME(gemm_widened)(
 static void NAME(widen_rows)(float *to, int64_t stride, const T *x, int64_t x_stride, int64_t rows, int64_t k) {
     for (int64_t r = 0; r < rows; r++) {
         int64_t i = 0;
-        for (; i + LANES <= k; i += LANES) store_f32(to + r * stride + i, load_bf16(x + r * x_stride + i));
+        for (; i + GEMM_LANES <= k; i += GEMM_LANES) store_g(to + r * stride + i, load_g_bf16(x + r * x_stride + i));
         for (; i < k; i++) to[r * stride + i] = widen(x[r * x_stride + i]);
     }
 }

@@ -280,9 +280,9 @@ INLINE int32_t float_bits(float x) {
 }
 
 /* Sixteen numbers to the nearest integers, ties to even, as inputs i and on of a row [k] whose RowScale is `row`. */
-INLINE void store_inputs(char *x, int64_t i, int64_t k, vf numbers, RowScale *row) {
+INLINE void store_inputs(char *x, int64_t i, int64_t k, Parts numbers, RowScale *row) {
     union {
-        vf numbers;
+        Parts numbers;
         vi q;
         int64_t words[LANES / 2];
 #ifdef __AVX2__
@@ -291,12 +291,12 @@ INLINE void store_inputs(char *x, int64_t i, int64_t k, vf numbers, RowScale *ro
 #endif
     } all = {numbers};
 #if defined(__AVX512F__)
-    all.q = (vi)_mm512_cvtps_epi32((__m512)numbers);
+    all.q = (vi)_mm512_cvtps_epi32((__m512)numbers.v);
 #elif defined(__AVX2__)
     all.integers[0] = _mm256_cvtps_epi32(all.halves[0]);
     all.integers[1] = _mm256_cvtps_epi32(all.halves[1]);
 #else
-    for (int lane = 0; lane < LANES; lane++) all.q[lane] = (int32_t)lrintf(all.numbers[lane]);
+    for (int lane = 0; lane < LANES; lane++) all.q[lane] = (int32_t)lrintf(all.numbers.v[lane]);
 #endif
 #if INPUT_BYTES == 1
     Wide *list = (Wide *)(x + list_at(k));
@@ -325,18 +325,18 @@ INLINE void store_inputs(char *x, int64_t i, int64_t k, vf numbers, RowScale *ro
 
 #define T float
 #define NAME(x) x##_f32
-#define LOAD load_f32
-#define STORE store_f32
-#define VROUND round_f32
+#define LOAD load_g
+#define STORE store_g
+#define VROUND round_g_f32
 #define GET scalar_get_f32
 #include "gemm_store.h"
 #include "int8_impl.h"
 
 #define T bf16
 #define NAME(x) x##_bf16
-#define LOAD load_bf16
-#define STORE store_bf16
-#define VROUND round_bf16
+#define LOAD load_g_bf16
+#define STORE store_g_bf16
+#define VROUND round_g_bf16
 #define GET scalar_get_bf16
 #include "gemm_store.h"
 #include "int8_impl.h"

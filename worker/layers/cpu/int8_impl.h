@@ -17,6 +17,14 @@ static int32_t NAME(count_beyond)(const T *x, int64_t k, int32_t size) {
     return count;
 }
 
+/* x [LANES] * factor */
+INLINE Parts NAME(scaled)(const T *x, float factor) {
+    Parts y;
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES / GEMM_LANES; i++) y.part[i] = LOAD(x + i * GEMM_LANES) * factor;
+    return y;
+}
+
 /* One row x [k] -> padded(k) inputs and what is behind them. A row that holds no numbers gets a scale that is none. */
 static void NAME(quantise_row)(char *to, const T *x, int64_t k, int64_t group) {
     const int64_t end = padded(k);
@@ -30,11 +38,11 @@ static void NAME(quantise_row)(char *to, const T *x, int64_t k, int64_t group) {
     const float inverse = counts ? steps / largest : 0.0f;
     RowScale row = {.scale = largest_bits >= 0x7f800000 ? NAN : counts ? largest / steps : 0.0f};
     int64_t i = 0;
-    for (; i + LANES <= k && counts; i += LANES) store_inputs(to, i, end, LOAD(x + i) * inverse, &row);
+    for (; i + LANES <= k && counts; i += LANES) store_inputs(to, i, end, NAME(scaled)(x + i, inverse), &row);
     if (i < k && counts) {
         T rest[LANES] = {0};
         memcpy(rest, x + i, (k - i) * sizeof(T));
-        store_inputs(to, i, end, LOAD(rest) * inverse, &row);
+        store_inputs(to, i, end, NAME(scaled)(rest, inverse), &row);
         i += LANES;
     }
     if (i < end) memset(to + i * INPUT_BYTES, 0, (end - i) * INPUT_BYTES);

@@ -45,6 +45,9 @@ class TypedKernels:
         self.linear = function("db_linear", PTR, PTR, PTR, I64, I64, I64, I32) if have_gemm else None
         self.int8_linear = function("db_int8_linear", PTR, PTR, PTR, I64, PTR)
         self.stack = function("db_stack", PTR, PTR, PTR)
+        self.core = function("db_core", PTR, PTR)
+        self.coda = function("db_coda", PTR, PTR)
+        self.temper = function("db_temper", PTR, PTR, PTR, I64, I64) if suffix == "f32" else None
 
 
 class Kernels:
@@ -56,11 +59,10 @@ class Kernels:
             torch.float32: TypedKernels(library, "f32", have_gemm),
             torch.bfloat16: TypedKernels(library, "bf16", have_gemm),
         }
-        library.db_copy_planes.argtypes, library.db_copy_planes.restype = (
-            (PTR, I32, PTR, PTR, PTR, PTR, I32),
-            None,
-        )
+        library.db_copy_planes.argtypes, library.db_copy_planes.restype = (PTR, I32, PTR, PTR, PTR, PTR), None
         self.copy_planes: Function = library.db_copy_planes
+        library.db_prelude.argtypes, library.db_prelude.restype = (PTR, PTR, I64), None
+        self.prelude: Function = library.db_prelude
         library.db_pack.argtypes, library.db_pack.restype = (PTR, PTR, I64, I64, I64, I32), None
         self._pack: Function = library.db_pack
         library.db_packed_size.argtypes, library.db_packed_size.restype = (I64, I64, I32), I64

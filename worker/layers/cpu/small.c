@@ -9,9 +9,9 @@
 
 #define T float
 #define NAME(x) x##_f32
-#define LOAD load_f32
-#define STORE store_f32
-#define VROUND round_f32
+#define LOAD load_g
+#define STORE store_g
+#define VROUND round_g_f32
 #define ROUND scalar_round_f32
 #define GET scalar_get_f32
 #define PUT scalar_put_f32
@@ -19,9 +19,9 @@
 
 #define T bf16
 #define NAME(x) x##_bf16
-#define LOAD load_bf16
-#define STORE store_bf16
-#define VROUND round_bf16
+#define LOAD load_g_bf16
+#define STORE store_g_bf16
+#define VROUND round_g_bf16
 #define ROUND scalar_round_bf16
 #define GET scalar_get_bf16
 #define PUT scalar_put_bf16

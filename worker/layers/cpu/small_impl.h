@@ -1,9 +1,9 @@
 /* Body of the row-wise operators for one element type; included once a type (see small.c). */
 
-/* 16 features of x (+ y), the sum rounded; past `d` zeros. */
-INLINE vf NAME(load_sum)(const T *x, const T *y, int64_t i, int64_t d) {
-    if (i + LANES <= d) return y ? VROUND(LOAD(x + i) + LOAD(y + i)) : LOAD(x + i);
-    vf v = splat(0.0f);
+/* A register of features i, i + 1, ... of x (+ y), the sum rounded; past `d` zeros. */
+INLINE vg NAME(load_sum)(const T *x, const T *y, int64_t i, int64_t d) {
+    if (i + GEMM_LANES <= d) return y ? VROUND(LOAD(x + i) + LOAD(y + i)) : LOAD(x + i);
+    vg v = splat_g(0.0f);
     for (int64_t j = i; j < d; j++) v[j - i] = y ? ROUND(GET(x + j) + GET(y + j)) : GET(x + j);
     return v;
 }
@@ -12,15 +12,24 @@ INLINE vf NAME(load_sum)(const T *x, const T *y, int64_t i, int64_t d) {
 void NAME(norm_row)(
     T *out, const T *x, const T *y, const T *residual, const T *weight, int64_t d, float eps
 ) {
-    vf sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-    for (int64_t i = 0; i < d; i += LANES) {
-        vf v = NAME(load_sum)(x, y, i, d);
-        sum[(i / LANES) % 4] += v * v;
-    }
-    const float scale = 1.0f / sqrtf(hsum((sum[0] + sum[1]) + (sum[2] + sum[3])) / (float)d + eps);
+    Parts sum[4] = {0}, all;
+    for (int64_t at = 0; at < d; at += 4 * LANES)
+#pragma GCC unroll 4
+        for (int s = 0; s < 4; s++) {
+            if (at + s * LANES >= d) continue;
+#pragma GCC unroll 2
+            for (int p = 0; p < LANES / GEMM_LANES; p++) {
+                const vg v = NAME(load_sum)(x, y, at + s * LANES + p * GEMM_LANES, d);
+                sum[s].part[p] = multiply_add(v, v, sum[s].part[p]);
+            }
+        }
+#pragma GCC unroll 2
+    for (int p = 0; p < LANES / GEMM_LANES; p++)
+        all.part[p] = (sum[0].part[p] + sum[1].part[p]) + (sum[2].part[p] + sum[3].part[p]);
+    const float scale = 1.0f / sqrtf(hsum(all.v) / (float)d + eps);
     int64_t i = 0;
-    for (; i + LANES <= d; i += LANES) {
-        vf v = VROUND(NAME(load_sum)(x, y, i, d) * scale) * LOAD(weight + i);
+    for (; i + GEMM_LANES <= d; i += GEMM_LANES) {
+        const vg v = VROUND(NAME(load_sum)(x, y, i, d) * scale) * LOAD(weight + i);
         STORE(out + i, residual ? VROUND(v) + LOAD(residual + i) : v);
     }
     for (; i < d; i++) {
@@ -63,22 +72,17 @@ EXPORT void NAME(db_silu_mul)(void *out, const void *gate_up, int64_t n, int64_t
     for (int64_t row = 0; row < n; row++) {
         const T *gate = (const T *)gate_up + row * 2 * width, *up = gate + width;
         T *to = (T *)out + row * width;
-        for (int64_t i = 0; i < width; i += LANES) {
-            const int64_t lanes = width - i < LANES ? width - i : LANES;
-            T g[LANES] = {0}, u[LANES] = {0}, result[LANES];
-            if (lanes < LANES) { /* the last few features go through a padded copy */
-                memcpy(g, gate + i, lanes * sizeof(T));
-                memcpy(u, up + i, lanes * sizeof(T));
+        for (int64_t i = 0; i < width; i += GEMM_LANES) {
+            const int64_t lanes = width - i < GEMM_LANES ? width - i : GEMM_LANES;
+            if (lanes == GEMM_LANES) {
+                STORE(to + i, VROUND(silu_g(LOAD(gate + i))) * LOAD(up + i));
+                continue;
             }
-            const vf x = lanes < LANES ? LOAD(g) : LOAD(gate + i);
-            const vf y = lanes < LANES ? LOAD(u) : LOAD(up + i);
-            const vf silu = VROUND(vsilu(x));
-            if (lanes < LANES) {
-                STORE(result, silu * y);
-                memcpy(to + i, result, lanes * sizeof(T));
-            } else {
-                STORE(to + i, silu * y);
-            }
+            T g[GEMM_LANES] = {0}, u[GEMM_LANES] = {0}; /* the last few features go through a padded copy */
+            memcpy(g, gate + i, lanes * sizeof(T));
+            memcpy(u, up + i, lanes * sizeof(T));
+            STORE(g, VROUND(silu_g(LOAD(g))) * LOAD(u));
+            memcpy(to + i, g, lanes * sizeof(T));
         }
     }
 }
@@ -96,8 +100,8 @@ EXPORT void NAME(db_rope)(
             const T *from = (const T *)x + row * stride + head * dh;
             T *to = (T *)out + (row * heads + head) * dh;
             int64_t i = 0;
-            for (; !interleaved && i + LANES <= half; i += LANES) {
-                vf a = LOAD(from + i), b = LOAD(from + i + half), cv = load_f32(c + i), sv = load_f32(s + i);
+            for (; !interleaved && i + GEMM_LANES <= half; i += GEMM_LANES) {
+                vg a = LOAD(from + i), b = LOAD(from + i + half), cv = load_g(c + i), sv = load_g(s + i);
                 STORE(to + i, a * cv - b * sv);
                 STORE(to + i + half, b * cv + a * sv);
             }

@@ -44,3 +44,25 @@ EXPORT void db_stack_bf16(const StackArgs *stack, const RowArgs *rows, const Sta
 #pragma omp parallel if (is_large_stack(stack, rows))
     stack_team_bf16(stack, rows, call, &barrier);
 }
+
+/* Where the rows of a core step live. */
+INLINE RowArgs core_rows(const CoreArgs *core, CoreCall *call) {
+    call->stack.x = call->stack.out;
+    call->stack.cos = call->cos, call->stack.sin = call->sin;
+    return (RowArgs){
+        .slots = call->frame, .positions = call->frame + call->n, .planes = call->planes, .block_tables = core->block_tables,
+        .table_stride = core->table_stride, .num_rows = (int32_t)call->n,
+    };
+}
+EXPORT void db_core_f32(const CoreArgs *core, CoreCall *call) {
+    const RowArgs rows = core_rows(core, call);
+    Barrier barrier = {0};
+#pragma omp parallel if (is_large_stack(core->stack, &rows))
+    core_team_f32(core, call, &rows, &barrier);
+}
+EXPORT void db_core_bf16(const CoreArgs *core, CoreCall *call) {
+    const RowArgs rows = core_rows(core, call);
+    Barrier barrier = {0};
+#pragma omp parallel if (is_large_stack(core->stack, &rows))
+    core_team_bf16(core, call, &rows, &barrier);
+}

@@ -32,4 +32,27 @@ typedef struct {
     int32_t rope;
 } StackCall;
 
+/* A core step: a stack from the state that is kept of lanes and back into it (worker/slots.py). */
+typedef struct {
+    const StackArgs *stack;
+    void *item;            /* [lanes, hidden] */
+    const void *injection; /* [lanes, hidden] or NULL: the stack starts from the adapter's product with both */
+    Packed adapter;        /* 2 * hidden -> hidden, not int8 */
+    const float *cos, *sin; /* [max_positions, half] */
+    int64_t half;
+    const int32_t *block_tables;
+    int64_t table_stride;
+    int32_t planes; /* of a looped layer */
+} CoreArgs;
+
+typedef struct {
+    const int32_t *frame; /* [4, n]: slots, positions, loops, lanes (common/frames.py) */
+    int64_t n;
+    int32_t *planes; /* scratch [n] */
+    float *cos, *sin; /* scratch [n, half] */
+    void *wide;       /* scratch, n rows of 2 * hidden, wide_stride elements apart */
+    int64_t wide_stride;
+    StackCall stack; /* but for x, cos and sin; out is scratch, too */
+} CoreCall;
+
 #endif

@@ -97,6 +97,31 @@ static void NAME(stack_team)(const StackArgs *stack, const RowArgs *rows, const 
     }
 }
 
+/* Called by every thread of a team. */
+static void NAME(core_team)(const CoreArgs *core, const CoreCall *call, const RowArgs *rows, Barrier *barrier) {
+    const int64_t n = call->n, d = core->stack->hidden, half = core->half;
+    const int32_t *loops = rows->positions + n, *lanes = loops + n;
+    const T *injection = (const T *)core->injection;
+    T *x = (T *)call->stack.out, *item = (T *)core->item;
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < n; row++) {
+        const int32_t plane = loops[row] < core->planes ? loops[row] - 1 : core->planes - 1;
+        call->planes[row] = plane < 0 ? 0 : plane; /* a padding row has loop 0 */
+        T *to = injection ? (T *)call->wide + row * call->wide_stride : x + row * d;
+        memcpy(to, item + lanes[row] * d, d * sizeof(T));
+        if (injection) memcpy(to + d, injection + lanes[row] * d, d * sizeof(T));
+        memcpy(call->cos + row * half, core->cos + rows->positions[row] * half, half * sizeof(float));
+        memcpy(call->sin + row * half, core->sin + rows->positions[row] * half, half * sizeof(float));
+    }
+    team_barrier(barrier);
+#if HAVE_GEMM
+    if (injection) NAME(gemm_team)(&core->adapter, (const T *)call->wide, call->wide_stride, x, d, n, barrier);
+#endif
+    NAME(stack_team)(core->stack, rows, &call->stack, barrier);
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < n; row++) memcpy(item + lanes[row] * d, x + row * d, d * sizeof(T));
+}
+
 /* for the next type */
 #undef T
 #undef NAME

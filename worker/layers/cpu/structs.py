@@ -1,4 +1,4 @@
-"""ctypes mirrors of the argument structures in attention.h, gemm.h and stack.h; field order is the C order."""
+"""ctypes mirrors of the argument structures in attention.h, gemm.h, stack.h, prelude.h and coda.h; field order is the C order."""
 
 import ctypes
 
@@ -25,6 +25,7 @@ class LayerArgs(ctypes.Structure):
         ("block_size", I32),
         ("window", I32),
         ("kind", I32),
+        ("element_bytes", I32),
         ("scale", F32),
     ]
 
@@ -124,4 +125,90 @@ class StackCall(ctypes.Structure):
         ("cos", PTR),
         ("sin", PTR),
         ("rope", I32),
+    ]
+
+
+class CoreArgs(ctypes.Structure):
+    """What of a core step stays the same."""
+
+    _fields_ = [
+        ("stack", PTR),
+        ("item", PTR),
+        ("injection", PTR),
+        ("adapter", PackedArgs),
+        ("cos", PTR),
+        ("sin", PTR),
+        ("half", I64),
+        ("block_tables", PTR),
+        ("table_stride", I64),
+        ("planes", I32),
+    ]
+
+
+class CoreCall(ctypes.Structure):
+    """Input and scratch of one core step."""
+
+    _fields_ = [
+        ("frame", PTR),
+        ("n", I64),
+        ("planes", PTR),
+        ("cos", PTR),
+        ("sin", PTR),
+        ("wide", PTR),
+        ("wide_stride", I64),
+        ("stack", StackCall),
+    ]
+
+
+class PreludeArgs(ctypes.Structure):
+    """What of a prelude stays the same."""
+
+    _fields_ = [
+        ("embedding", PTR),
+        ("item", PTR),
+        ("row_bytes", I64),
+        ("token", PTR),
+        ("survival", PTR),
+        ("cumulated", PTR),
+        ("block_tables", PTR),
+        ("table_stride", I64),
+        ("block_size", I64),
+    ]
+
+
+class CodaArgs(ctypes.Structure):
+    """What of a coda stays the same."""
+
+    _fields_ = [
+        ("item", PTR),
+        ("norm", PTR),
+        ("head", PackedArgs),
+        ("next_lane", PTR),
+        ("token", PTR),
+        ("params", PTR),
+        ("param_words", I64),
+        ("temperature", I32),
+        ("seed_low", I32),
+        ("seed_high", I32),
+        ("eps", F32),
+        ("layers", PTR),
+        ("num_layers", I32),
+        ("planes", I32),
+        ("block_tables", PTR),
+        ("table_stride", I64),
+    ]
+
+
+class CodaCall(ctypes.Structure):
+    """Inputs, output and scratch of one coda; the stride in elements."""
+
+    _fields_ = [
+        ("frame", PTR),
+        ("hidden", PTR),
+        ("normed", PTR),
+        ("logits", PTR),
+        ("weights", PTR),
+        ("tokens", PTR),
+        ("n", I64),
+        ("normed_stride", I64),
     ]

@@ -30,14 +30,13 @@ typedef float vf8 __attribute__((vector_size(32)));
 typedef float vf4 __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef uint16_t vh_u __attribute__((vector_size(32), aligned(2), may_alias));
 
-/* One register: for kernels that keep sums in registers, where the compiler would cut sixteen lanes in two and spill. */
+/* One register: whatever is to be fast, since the compiler cuts a longer vector in pieces and moves those through memory. */
 typedef float vg __attribute__((vector_size(4 * GEMM_LANES)));
 typedef float vg_u __attribute__((vector_size(4 * GEMM_LANES), aligned(4), may_alias));
 typedef int32_t vgi __attribute__((vector_size(4 * GEMM_LANES)));
 typedef uint32_t vgu __attribute__((vector_size(4 * GEMM_LANES)));
+typedef uint16_t vgh_u __attribute__((vector_size(2 * GEMM_LANES), aligned(2), may_alias));
 
 typedef uint16_t bf16;
 
@@ -45,10 +44,6 @@ typedef union {
     vf v;
     vg part[LANES / GEMM_LANES];
 } Parts;
-
-/* What compares is done a register at a time: of longer vectors the compiler compares lane by lane. */
-#define BY_PART(parts, function) \
-    _Pragma("GCC unroll 2") for (int i = 0; i < LANES / GEMM_LANES; i++) (parts).part[i] = (vg)function((parts).part[i]);
 
 INLINE vg load_g(const float *p) { return *(const vg_u *)p; }
 INLINE void store_g(float *p, vg v) { *(vg_u *)p = v; }
@@ -98,11 +93,48 @@ INLINE float hmax_g(vg v) {
 #endif
 }
 
+INLINE int any_above(vg v, float x) {
+#if defined(__AVX512F__) && GEMM_LANES == 16
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__) && GEMM_LANES == 8
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)v, _mm256_set1_ps(x), _CMP_GT_OQ)) != 0;
+#else
+    return hmax_g(v) > x;
+#endif
+}
+
 /* A bf16 in the upper half of each word: rounded to nearest even; a NaN stays a NaN. */
 INLINE vgu rounded_words(vg v) {
     const vgu bits = (vgu)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
     return (vgu)blend_g(v != v, (vg)((vgu){0} + 0x7fc00000u), (vg)rounded);
 }
+
+/* bf16 in a register of fp32, and back. */
+INLINE vg load_g_bf16(const bf16 *p) {
+#if defined(__AVX2__) && GEMM_LANES == 8
+    return (vg)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    return (vg)(__builtin_convertvector(*(const vgh_u *)p, vgu) << 16);
+#endif
+}
+INLINE void store_g_bf16(bf16 *p, vg v) {
+#if defined(__AVX512BF16__) && GEMM_LANES == 16 /* the instruction takes numbers below 1e-38 for 0; nothing here depends on them */
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#elif defined(__AVX2__) && GEMM_LANES == 8
+    const __m256i words = (__m256i)(rounded_words(v) >> 16);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    *(vgh_u *)p = __builtin_convertvector(rounded_words(v) >> 16, vgh_u);
+#endif
+}
+INLINE vg round_g_bf16(vg v) {
+#if defined(__AVX512BF16__) && GEMM_LANES == 16
+    return (vg)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+#else
+    return (vg)(rounded_words(v) & 0xffff0000u);
+#endif
+}
+INLINE vg round_g_f32(vg v) { return v; }
 
 INLINE float widen(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -123,22 +155,6 @@ INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x,
 
 INLINE vf load_f32(const float *p) { return *(const vf_u *)p; }
 INLINE void store_f32(float *p, vf v) { *(vf_u *)p = v; }
-INLINE vf load_bf16(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh_u *)p, vu) << 16); }
-#ifdef __AVX512BF16__ /* the instruction takes numbers below 1e-38 for 0; nothing here depends on them */
-INLINE void store_bf16(bf16 *p, vf v) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
-INLINE vf round_bf16(vf v) {
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
-}
-#else
-INLINE vu rounded_bits(vf v) {
-    Parts bits = {v};
-    BY_PART(bits, rounded_words)
-    return (vu)bits.v;
-}
-INLINE void store_bf16(bf16 *p, vf v) { *(vh_u *)p = __builtin_convertvector(rounded_bits(v) >> 16, vh); }
-INLINE vf round_bf16(vf v) { return (vf)(rounded_bits(v) & 0xffff0000u); }
-#endif
-INLINE vf round_f32(vf v) { return v; }
 INLINE float scalar_get_f32(const float *p) { return *p; }
 INLINE float scalar_get_bf16(const bf16 *p) { return widen(*p); }
 INLINE void scalar_put_f32(float *p, float x) { *p = x; }
@@ -151,6 +167,15 @@ INLINE float hsum(vf v) {
     union { vf8 v; vf4 h[2]; } b = {a.h[0] + a.h[1]};
     vf4 c = b.h[0] + b.h[1];
     return (c[0] + c[2]) + (c[1] + c[3]);
+}
+INLINE float hsum_g(vg v) {
+#if GEMM_LANES == LANES
+    return hsum(v);
+#else
+    union { vg v; vf4 h[2]; } b = {v};
+    vf4 c = b.h[0] + b.h[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+#endif
 }
 
 INLINE float hmax(vf v) {
@@ -166,7 +191,7 @@ INLINE vf blend(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask 
 
 /* exp of |x| < 88 to about 1 ulp; 0 below -87. A NaN stays a NaN. */
 INLINE vg exp_g(vg x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    const float magic = 12582912.0f + 127.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits, here to an exponent */
     vg shifted = x * 1.44269504088896341f + magic;
     vg n = shifted - magic;
     vg r = x - n * 0.693359375f;
@@ -178,23 +203,13 @@ INLINE vg exp_g(vg x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
-    vgi exponent = ((vgi)shifted - (vgi)splat_g(magic) + 127) << 23;
+    vgi exponent = (vgi)shifted << 23;
     return blend_g(x < -87.0f, splat_g(0.0f), y * (vg)exponent);
-}
-INLINE vf vexp(vf x) {
-    Parts y = {x};
-    BY_PART(y, exp_g)
-    return y.v;
 }
 
 INLINE vg silu_g(vg x) {
     const vg exponent = blend_g(x < -87.0f, splat_g(87.0f), -x); /* silu(-87) is 0 to the last bit already */
     return x / (1.0f + exp_g(exponent));
-}
-INLINE vf vsilu(vf x) {
-    Parts y = {x};
-    BY_PART(y, silu_g)
-    return y.v;
 }
 
 #endif
