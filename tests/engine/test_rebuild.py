@@ -126,9 +126,9 @@ def test_disturbed_runs_equal_the_references(directories: dict[Path, Path], data
     running = engine(directory, layout, backend, **options)
     disturbed = running.run(batch, data.draw(DISTURBANCES))
     check(model, directory, layout, batch, disturbed)
-    undisturbed = engine(directory, layout, backend, **options).run(batch)
-    for index in (5, 6):
-        mine, theirs = disturbed[index], undisturbed[index]
+    beside = batch if layout in SHARED else batch[5:]  # loops that share a plane see where prompts are cut
+    undisturbed = engine(directory, layout, backend, **options).run(beside)
+    for mine, theirs in zip(disturbed[5:], undisturbed[-2:], strict=True):
         assert (mine.tokens, mine.depths) == (theirs.tokens, theirs.depths)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from depthbatch.benchmarks import accuracy
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.train import add_train_demo_arguments, run_train_demo
 from depthbatch.training import recipes as demo
@@ -206,6 +207,9 @@ def test_loop_counts_stay_in_range_and_near_the_mean() -> None:
 def test_train_demo_command_writes_a_model_with_its_gates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is scored by one engine; those of other layouts and of drafts are started by test_accuracy.py."""
+    monkeypatch.setattr(accuracy, "layout_runs", lambda *_: [])
+    monkeypatch.setattr(accuracy, "may_read_drafts", lambda *_: False)
     monkeypatch.setattr(demo, "GATE_STEPS", 2)
     monkeypatch.setattr(demo, "DISTIL_STEPS", range(1))
     parser = argparse.ArgumentParser()
