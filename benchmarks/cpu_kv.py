@@ -1,8 +1,8 @@
 """``depthbatch bench cpu kv``: a core step with K and V as they are computed, as int8 and as fp8, side by side.
 
 One line a shape, context and number of rows: the bytes of K and V that attention reads, its time, and that of the core step
-as the engine runs it, with bf16 weights. Times are the least of several rounds in turn; bounds are those of
-benchmarks/cpu_step.py.
+as the engine runs it, with bf16 weights. Times are the least of several rounds in turn, on one thread of
+its processor time; bounds are those of benchmarks/cpu_step.py.
 """
 
 import argparse
@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from depthbatch.benchmarks.cpu_step import SHAPES, StepBench, in_turns, kernels_in_use, make_stack, measure_machine
+from depthbatch.benchmarks.cpu_step import (
+    SHAPES,
+    StepBench,
+    in_turns,
+    kernels_in_use,
+    make_stack,
+    measure_machine,
+    steadiest_clock,
+)
 from depthbatch.common.arguments import positive, seconds
 from depthbatch.common.kv_cache_dtype import KVCacheDtype
 
@@ -30,7 +38,7 @@ def add_cpu_kv_arguments(parser: argparse.ArgumentParser) -> None:
 def run_cpu_kv(args: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError without C kernels."""
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    machine = measure_machine(kernels_in_use(), args.seconds)
+    machine = measure_machine(kernels_in_use(), args.seconds, steadiest_clock())
     rows = [
         _measure(shape, batch, context, machine.bytes_per_s, args.seconds)
         for shape in args.shapes
@@ -42,10 +50,10 @@ def run_cpu_kv(args: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(shape_name: str, batch: int, context: int, bytes_per_s: float, seconds: float) -> dict[str, Any]:
     shape = SHAPES[shape_name]
-    stack = make_stack(shape, lambda weight: weight)
+    stack, clock = make_stack(shape, lambda weight: weight), steadiest_clock()
     benches = {kind: StepBench(shape_name, batch, context, beside=False, kind=kind) for kind in KVCacheDtype}
-    attention = in_turns({kind: bench.attend for kind, bench in benches.items()}, seconds)
-    steps = in_turns({kind: bench.core_step(stack) for kind, bench in benches.items()}, seconds)
+    attention = in_turns({kind: bench.attend for kind, bench in benches.items()}, seconds, clock=clock)
+    steps = in_turns({kind: bench.core_step(stack) for kind, bench in benches.items()}, seconds, clock=clock)
     kv_bytes = {kind: shape.layers * bench.kv_bytes for kind, bench in benches.items()}
     auto = KVCacheDtype.AUTO
     said = "   ".join(

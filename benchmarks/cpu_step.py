@@ -94,6 +94,11 @@ class Row(NamedTuple):
         )
 
 
+def steadiest_clock() -> Clock:
+    """Processor time of the one thread in use, which other processes do not lengthen; with more threads the time that passes."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def least_us(run: Callable[[], object], seconds: float, clock: Clock = time.perf_counter) -> float:
     """Least time of a run within ``seconds``, at least three runs after a warm-up."""
     run()

@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from depthbatch.benchmarks.cpu_step import (
     kernels_in_use,
     measure_machine,
     products_of,
+    steadiest_clock,
 )
 from depthbatch.benchmarks.plain_loop import Shape
 from depthbatch.common.arguments import positive, seconds
@@ -187,7 +187,7 @@ def token_bound_us(machine: Machine, kind: str, shape: Shape, rows: int, context
 def run_tokens(args: argparse.Namespace) -> dict[str, Any]:
     """All figures of one shape. Raises ConfigError without kernels."""
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    clock = steadiest_clock()
     machine = measure_machine(kernels_in_use(), args.seconds, clock)
     shape = TOKEN_SHAPES[args.shape]
     shape = shape._replace(layers=args.layers or shape.layers)

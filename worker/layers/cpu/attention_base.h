@@ -93,11 +93,11 @@ INLINE int64_t chain_place(int64_t word, int64_t dh, const int parts) {
     return chain_order[word % CHAINS] * (dh / CHAINS) + word / CHAINS * parts;
 }
 
-/* to [count] = a vector's words chain by chain. */
-INLINE void order_words(uint32_t *to, const uint32_t *words, int count) {
-    for (int c = 0; c < CHAINS && count % CHAINS == 0; c++)
-        for (int i = chain_order[c]; i < count; i += CHAINS) *to++ = words[i];
-    if (count % CHAINS) memcpy(to, words, count * sizeof(*words));
+/* to [dh] = features [dh] chain by chain. */
+INLINE void order_features(float *to, const float *features, int dh, const int parts) {
+    const int in_chains = dh % (parts * CHAINS) == 0, step = parts * (in_chains ? CHAINS : 1);
+    for (int c = 0; c < (in_chains ? CHAINS : 1); c++)
+        for (int d = chain_order[c] * parts; d < dh; d += step, to += parts) memcpy(to, features + d, parts * sizeof(float));
 }
 
 /* scores [ROWS, TILE] = q [ROWS, dh] times keys [dh, TILE], both chain by chain; ROWS a constant. */

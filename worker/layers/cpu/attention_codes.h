@@ -39,7 +39,7 @@ INLINE void NAME(start_query)(
     } else
 #endif
     if (run->tiles.single) memcpy(to, wide, sizeof(wide));
-    else order_words((uint32_t *)to, (const uint32_t *)wide, dh);
+    else order_features(to, wide, dh, 1);
     start_sums_f32(&run->tiles, i, dh);
 }
 

@@ -60,13 +60,11 @@ INLINE void NAME(start_query)(
             _mm256_storeu_ps(to + d + part * CHAINS, OPERAND_256(_mm256_loadu_si256((const __m256i *)(rotated + d)), part));
 #endif
     if (!run->single) {
-        uint32_t words[dh / PARTS], ordered[dh / PARTS];
-        memcpy(words, rotated, sizeof(words));
-        order_words(ordered, words, dh / PARTS);
-        memcpy(rotated, ordered, sizeof(words));
+        float wide[dh];
+        for (; d + GEMM_LANES <= dh; d += GEMM_LANES) store_g(wide + d, LOAD(rotated + d));
+        for (; d < dh; d++) wide[d] = GET(rotated + d);
+        order_features(to, wide, dh, PARTS);
     }
-    for (; d + GEMM_LANES <= dh; d += GEMM_LANES) store_g(to + d, LOAD(rotated + d));
-    for (; d < dh; d++) to[d] = GET(rotated + d);
     NAME(start_sums)(run, i, dh);
 }
 

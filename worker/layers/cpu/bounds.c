@@ -51,13 +51,12 @@ EXPORT int64_t db_multiply(int64_t rounds, int32_t kind, float *result) {
         } else
 #elif defined(__AVX2__) && GEMM_LANES == 8
         if (kind == MULTIPLY_INT8) { /* 16 bits, as int8.c does */
-            __m256i sums[CHAINS] = {0};
+            __m256i sums[CHAINS] = {0}, x = (__m256i)w;
             for (int64_t i = 0; i < rounds; i++) {
 #pragma GCC unroll 12
                 for (int c = 0; c < CHAINS; c++) {
-                    __m256i x = (__m256i)w;
                     __asm__ volatile("" : "+x"(x)); /* else all would be one product */
-                    sums[c] = _mm256_add_epi32(sums[c], _mm256_madd_epi16((__m256i)w, x));
+                    sums[c] = _mm256_add_epi32(sums[c], _mm256_madd_epi16(x, x));
                     __asm__ volatile("" : "+x"(sums[c])); /* one by one: twelve at once do not fit in registers */
                 }
             }
