@@ -135,15 +135,15 @@ class Tournament:
         self._clock = np.zeros((n, 1))  # core steps
         self._begun = np.full((n, self._rows), np.nan)  # on that clock, the row's request; nan = none yet
         self._served = np.zeros((n, self._rows))  # tokens that it has had since
-        self._apart = np.zeros(
-            (3, n)
-        )  # sums over tokens of k, k L and k L^2 (k tokens of L core steps each), with forgetting
+        # Sums over tokens of k, k L and k L^2 (k tokens of L core steps each), with forgetting.
+        self._apart = np.zeros((3, n))
         self._depths: Int32Array | None = None
         self._tokens_known = 0
         self.steps = 0
 
     def refresh(self, costs: DecodeCosts | None = None, length: float = np.inf) -> None:
-        """Takes the latest depths and costs, and how many tokens a request has. As long as there are few, what was played on fewer still is discounted."""
+        """Takes the latest depths and costs, and how many tokens a request has. As long as there are few depths, what was played
+        on fewer still is discounted."""
         self._depths = self._forecast.sequences(self._rows)
         self._length = length
         if costs is not None:
