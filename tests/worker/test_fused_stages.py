@@ -3,6 +3,7 @@ fp32 and in bf16."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from depthbatch.worker.layers.cpu.library import Kernels, cpu_kernels
 from depthbatch.worker.layers.linear import GatedLinear, Linear, PackedProduct
 from depthbatch.worker.layers.rotary import Rope, RotaryTable
 from depthbatch.worker.models.exit_heads import ExitHeads, ScalarHead
-from depthbatch.worker.models.llama_like import Parts, Weights
+from depthbatch.worker.models.llama_like import Parts, StackedModel, Weights
 from depthbatch.worker.models.ouro import Ouro
 from depthbatch.worker.runner.fused_stages import FusedStages
 from depthbatch.worker.runner.stage_tensors import DecodeBuffers
@@ -280,3 +281,30 @@ def test_an_engine_answers_alike(model: Path, options: dict[str, object]) -> Non
 
 def test_a_model_with_stages_of_its_own_runs_them() -> None:
     engine(DORY, True)
+
+
+@pytest.mark.parametrize("place", [Ouro, StackedModel, None])
+@pytest.mark.parametrize("name", ["prelude", "core", "logits"])
+def test_a_stage_of_a_models_own_is_run(
+    name: str, place: type[StackedModel] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a method that was put in the place of the class's own was not called, since kernels did what that had done. Of
+    a class beneath, of the class itself, of one object (None)."""
+    kernels = kernels_for("c")
+    assert all(make_stages(kernels, Problem(), 0).fused)
+    plain = getattr(StackedModel, name)
+
+    def own(self: StackedModel, *given: Any) -> Any:
+        return plain(self, *given)
+
+    def with_its_own(self: Ouro, parts: Parts, gate: ScalarHead) -> None:
+        StackedModel.__init__(self, parts)
+        self._gate = gate
+        setattr(self, name, partial(own, self))
+
+    if place is None:
+        monkeypatch.setattr(Ouro, "__init__", with_its_own)
+    else:
+        monkeypatch.setattr(place, name, own, raising=False)
+    fused = make_stages(kernels, Problem(), 0).fused
+    assert [stage is None for stage in fused] == [name == "prelude", name == "core", name == "logits"]

@@ -31,6 +31,9 @@ from depthbatch.worker.models.interface import LoopedModel
 from depthbatch.worker.models.llama_like import StackedModel
 from depthbatch.worker.slots import SlotState
 
+# What the kernels do, as this module found it.
+_COMPUTED = {name: getattr(StackedModel, name) for name in ("prelude", "core", "coda", "logits")}
+
 
 class FusedPrelude:
     """Embedding rows into work items, new blocks into the table, gates at their start."""
@@ -112,7 +115,7 @@ class FusedCoda:
         """``planes``: of a looped layer, if a token that leaves early has to fill some; else 0."""
         coda = model.weights.coda
         words: Mapping[str, tuple[Any, ...]] = SLOT_PARAMS.fields or {}
-        self.gathers = type(model).coda is StackedModel.coda and type(coda) is BlockStack and not coda.blocks
+        self.gathers = _is_computed(model, "coda") and type(coda) is BlockStack and not coda.blocks
         self._args = CodaArgs(
             item=slots.item[0].data_ptr(),
             norm=None if coda.final_norm is None else coda.final_norm.data_ptr(),
@@ -168,22 +171,27 @@ def fuse_stages(
     """Whichever the kernels can do. ``planes``: of a looped layer; ``fills``: tokens that leave early fill some."""
     if not isinstance(backend, CpuAttention) or not isinstance(model, StackedModel):
         return FusedStages()
-    weights, dtype, kind = model.weights, backend.geometry.dtype, type(model)
+    weights, dtype = model.weights, backend.geometry.dtype
     if not all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in slots.tensors()):
         return FusedStages()
     if slots.item[0].dtype is not dtype:
         return FusedStages()
     prelude, core, coda = None, None, None
-    plain = kind.prelude is StackedModel.prelude and len(slots.item) == 1
+    plain = _is_computed(model, "prelude") and len(slots.item) == 1
     if plain and _is_empty(weights.prelude) and weights.prelude.final_norm is None:
         prelude = FusedPrelude(model, backend, slots) if _is_plain(weights.embedding, dtype) else None
     stack, fits = backend.fused(weights.core), model.adapter is None or len(slots.item) == 2
-    if kind.core is StackedModel.core and stack is not None and fits and _is_packed(model.adapter, dtype):
+    if _is_computed(model, "core") and stack is not None and fits and _is_packed(model.adapter, dtype):
         core = FusedCore(model, stack, backend, slots, planes)
     norm, product = weights.coda.final_norm, weights.head.product
-    if kind.logits is StackedModel.logits and _is_packed(weights.head, dtype) and isinstance(product, PackedProduct):
+    if _is_computed(model, "logits") and _is_packed(weights.head, dtype) and isinstance(product, PackedProduct):
         coda = FusedCoda(model, product, backend, slots, planes if fills else 0) if _is_plain(norm, dtype) else None
     return FusedStages(prelude, core, coda)
+
+
+def _is_computed(model: StackedModel, name: str) -> bool:
+    """Whether this method is the one whose work the kernels do, not another class's nor what has been put in its place."""
+    return getattr(getattr(model, name), "__func__", None) is _COMPUTED[name]
 
 
 def _is_empty(stack: BlockStack) -> bool:
