@@ -198,7 +198,8 @@ class EngineConfig(Options, frozen=True):
         Natural, option("ranks that share the layers and the KV memory of one worker: processes, on GPUs one each")
     ] = 1
     seed: Annotated[
-        Annotated[int, Meta(ge=0, le=2**63 - 1)], option("seed of dummy weights and of requests that name none")
+        Annotated[int, Meta(ge=0, le=2**63 - 1)],
+        option("seed of dummy weights, and of requests that name none (a server's differ from start to start)"),
     ] = 0
 
     def __post_init__(self) -> None:
@@ -271,8 +272,11 @@ class EngineConfig(Options, frozen=True):
         lanes = self.draft_lanes or 0
         if lanes and (not layout.keeps_every_loop(r_max) or r_max < 2):
             raise ConfigError(
-                f"speculation needs a KV layout with a plane a loop, and more than one loop: not {layout} with {r_max}"
+                f"speculation needs more than one loop, and a KV layout with a plane for each (last_exited or depth_indexed):"
+                f" not {layout} with {r_max}"
             )
+        if lanes and (self.draft_depth or 1) >= r_max:
+            raise ConfigError(f"draft_depth {self.draft_depth} leaves no loop to go: a token has {r_max}")
         return lanes
 
     @property

@@ -9,6 +9,7 @@ import pytest
 
 from depthbatch.common.config import FIELD_NAMES, FIELDS, EngineConfig, add_config_arguments, config_from_sources
 from depthbatch.common.errors import ConfigError
+from depthbatch.common.kv_layout import KVLayout
 from depthbatch.common.options import read_toml, to_toml
 
 # a value for every field that is valid and not the default
@@ -177,3 +178,19 @@ def test_missing_toml_file() -> None:
 def test_bad_environment_names_the_variable() -> None:
     with pytest.raises(ConfigError, match="DEPTHBATCH_MAX_NUM_SEQS must be a whole number, not 'x'"):
         config_from_sources(parse(), {"DEPTHBATCH_MAX_NUM_SEQS": "x"})
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "r_max", "says"),
+    [
+        ({}, KVLayout.SINGLE, 16, r"\(last_exited or depth_indexed\): not single with 16"),
+        ({}, KVLayout.LAST_EXITED, 1, "not last_exited with 1"),
+        ({"draft_depth": 4}, KVLayout.LAST_EXITED, 4, "draft_depth 4 leaves no loop to go: a token has 4"),
+        ({"draft_depth": 9}, KVLayout.LAST_EXITED, 4, "draft_depth 9 leaves"),
+    ],
+)
+def test_drafts_that_a_model_cannot_have(options: dict[str, Any], layout: KVLayout, r_max: int, says: str) -> None:
+    """Bug: a draft depth of all loops or more was accepted, and no draft was ever read; which layouts would do was not said."""
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(speculation="2", **options).draft_lanes_under(layout, r_max)
+    assert EngineConfig(speculation="2", draft_depth=3).draft_lanes_under(KVLayout.LAST_EXITED, 4) == 2
