@@ -83,11 +83,17 @@ def run_info(args: argparse.Namespace) -> int:
     lines.append(
         f"{title:<20}{'KiB per token':>14}{'tokens that fit':>17}   (on {device.type}, {_on(ranks)}{config.max_num_seqs} sequences)"
     )
+    positions, legend = config.max_model_len or spec.max_positions, "* = default"
     for layout in spec.layouts:
         plan = plan_memory(config, share, layout, device, free_bytes)
         label = _mark(layout, layout is spec.default_layout)
-        lines.append(f"  {label:<18}{spec.kv_bytes_per_token(layout, kind) / 1024:>14.1f}{plan.tokens_that_fit:>17}")
-    print(*lines, "* = default", sep="\n")  # at once: an error comes alone, not under half of a table
+        enough = " all" if plan.tokens_that_fit >= config.max_num_seqs * positions else ""
+        if enough:
+            legend = f"* = default, all = as many as {config.max_num_seqs} sequences of {positions} positions can have"
+        lines.append(
+            f"  {label:<18}{spec.kv_bytes_per_token(layout, kind) / 1024:>14.1f}{plan.tokens_that_fit:>17}{enough}"
+        )
+    print(*lines, legend, sep="\n")  # at once: an error comes alone, not under half of a table
     return 0
 
 

@@ -34,3 +34,17 @@ def test_gates_are_those_of_the_engine(model: Path, capsys: pytest.CaptureFixtur
         assert told == ", ".join(gate.label for gate in running.built.info.gates)
     assert own.replace(" *", "") == ", ".join(gate.label for gate in default.built.info.gates)
     assert f"{default.built.info.default_gate.label} *" in own
+
+
+@pytest.mark.parametrize(("blocks", "all_fit"), [(40, False), (10_000, True)])
+def test_whether_memory_or_the_sequences_end_the_count(
+    blocks: int, all_fit: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: where memory is plenty, every layout and type of K/V showed the same count, and nothing said that it was the most
+    which the sequences can have."""
+    parser = argparse.ArgumentParser()
+    add_info_arguments(parser)
+    assert run_info(parser.parse_args(["demo", "--kv-blocks", str(blocks), "--max-num-seqs", "2"])) == 0
+    *_, last, legend = capsys.readouterr().out.splitlines()
+    assert last.endswith(" all") == all_fit
+    assert legend == "* = default" + (", all = as many as 2 sequences of 2048 positions can have" if all_fit else "")
