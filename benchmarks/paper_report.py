@@ -106,7 +106,8 @@ _DIFFERENCES = """Where we differ:
   grow again (below, Fig. 7, left). The paper's exit depths, which are in a picture alone, may be spread more widely.
 * **Full depth.** Virtual time has no cost between stages. What a launch must cost for the paper's shares is in the table. Real
   processes on a simulated device lose less than the paper's: two cores with nothing else to do at that time.
-* **No overlap.** A scheduler that waits for each stage leaves the device idle for 14 to 19 % of the time there, and exits win back more.
+* **No overlap.** A scheduler that waits for each stage leaves the device idle for 16 to 22 % of the time there; exits win that back in
+  three of four cells.
 * **Prefill** costs what FLOPs at 500 TFLOP/s cost, so its share is lower than the paper's where prompts are short.
 * **The CPU of this machine** is bound by arithmetic from about the third row on: a second row costs 4 to 6 %, but no batch is well below B*."""
 

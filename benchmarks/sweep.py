@@ -73,7 +73,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     axes: dict[str, Annotated[list[Any], msgspec.Meta(min_length=1)]]
     title: str = ""
     runner: Literal[tuple(RUNNERS)] = "simulate"  # type: ignore[valid-type]
-    requests: Positive | Literal["steady", "window"] | dict[str, Positive] = 200
+    requests: Positive | Literal["steady", "window", "short window"] | dict[str, Positive] = 200
     seconds: AboveZero | dict[str, AboveZero] | None = None  # of arrivals, in place of requests
     seed: Seed = 0
     figures: list[Figure] = []

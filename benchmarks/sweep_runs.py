@@ -23,7 +23,8 @@ from depthbatch.common.errors import ConfigError
 from depthbatch.worker.device_profile import DeviceProfile, LinearCost
 
 Row = dict[str, Any]
-STEADY, WINDOW = "steady", "window"
+STEADY, WINDOW, SHORT_WINDOW = "steady", "window", "short window"
+WINDOWS = (WINDOW, SHORT_WINDOW)
 _MEAN_OUTPUT = {"alpaca": 60, "sharegpt": 311, "arxiv": 370}  # tokens
 NO_DRAFTS = {"speculation": "off", "draft_depth": None, "draft_acceptance": None}  # of policies without
 TARGETS = ("ttft_target_ms", "itl_target_ms")
@@ -73,15 +74,15 @@ def steady_requests(workload: str, w: int) -> int:
     return max(min(25_000, 1_250 * w) // _MEAN_OUTPUT[workload], 4 * w)
 
 
-def window_of(workload: str, w: int, real: bool = False) -> tuple[int, Window]:
+def window_of(workload: str, w: int, short: bool = False) -> tuple[int, Window]:
     """A window in steady state, and requests enough to fill it. It begins after two mean outputs a slot and lasts four, or 64
-    requests' worth where that is more. In ``real`` time it begins after one, lasts two, and 64 requests are not asked."""
+    requests' worth where that is more. A ``short`` one begins after one and lasts two, for what takes real time."""
     if workload not in _MEAN_OUTPUT:
         raise ConfigError(
             f"sweep: requests = {WINDOW!r} needs a workload of {', '.join(_MEAN_OUTPUT)}, not {workload!r}"
         )
     mean = _MEAN_OUTPUT[workload]
-    window = Window(w * mean, 2 * w * mean) if real else Window(2 * w * mean, max(4 * w, 64) * mean)
+    window = Window(w * mean, 2 * w * mean) if short else Window(2 * w * mean, max(4 * w, 64) * mean)
     count = (window.skip + window.tokens) / mean + 2 * w  # those that are running or were admitted last yield less
     return round(count + 8 * count**0.5), window  # outputs vary: 1.6 times their mean (arXiv) over the root of count
 
@@ -110,8 +111,6 @@ def with_boundary_layers(profile: DeviceProfile, per_side: int, core_layers: int
 
 class Runner:
     """Workloads, profiles and engine options of settings."""
-
-    real = False  # time passes
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         self._requests = sweep.get("requests", 200)
@@ -144,7 +143,8 @@ class Runner:
         return Workload(tuple(request for request in workload.requests if request.arrival_s < seconds))
 
     def window(self, setting: Row) -> Window | None:
-        return window_of(setting["workload"], setting["w"], self.real)[1] if self._requests == WINDOW else None
+        kind = self._requests
+        return window_of(setting["workload"], setting["w"], kind == SHORT_WINDOW)[1] if kind in WINDOWS else None
 
     def _count(self, setting: Row) -> int:
         """Requests to draw."""
@@ -157,10 +157,10 @@ class Runner:
             return round(mean + 8 * math.sqrt(mean) + 8)  # of which those that arrive in time are kept
         if self._requests == STEADY:
             return steady_requests(name, setting["w"])
-        if self._requests == WINDOW:
+        if self._requests in WINDOWS:
             if rate is not None:
-                raise ConfigError(f"sweep: requests = {WINDOW!r} has no rate")
-            return window_of(name, setting["w"], self.real)[0]
+                raise ConfigError(f"sweep: requests = {self._requests!r} has no rate")
+            return window_of(name, setting["w"], self._requests == SHORT_WINDOW)[0]
         return int(self._of_workload(self._requests, name, 200))
 
     @staticmethod
@@ -258,8 +258,6 @@ class Simulations(Runner):
 
 class Processes(Runner):
     """The real processes, each setting in an engine of its own, on the simulated device."""
-
-    real = True
 
     def __init__(self, sweep: Mapping[str, Any]) -> None:
         super().__init__(sweep)

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from depthbatch.benchmarks import sweep as module
-from depthbatch.benchmarks import sweep_runs
+from depthbatch.benchmarks import sweep_runs, throughput
 from depthbatch.benchmarks.made_up_profiles import profile_by_name, random_profile, relative_exits
 from depthbatch.benchmarks.sweep import add_sweep_arguments, read_sweep, run_settings, run_sweep
 from depthbatch.benchmarks.sweep_runs import Policy, exit_weights, steady_requests, window_of, with_boundary_layers
 from depthbatch.benchmarks.tables import Cell, auto_ratios, auto_table, memory_table, slots_table
+from depthbatch.benchmarks.workload import Window, Workload
+from depthbatch.common.config import EngineConfig
 from depthbatch.common.errors import ConfigError
 from depthbatch.deploy.cli.main import OneLineParser
+from depthbatch.worker.device_profile import StageFlops
 from depthbatch.worker.simulated import find_profile
 
 BENCHMARKS = Path(module.__file__).resolve().parent
@@ -218,6 +221,27 @@ def test_acceptance_reaches_the_processes(tmp_path: Path) -> None:
     path.write_text(start + "draft_acceptance = [{1 = 0.5}]\n")
     with pytest.raises(ConfigError, match="draft_acceptance by depth needs runner 'simulate'"):
         run_settings(read_sweep(path))
+
+
+def test_processes_are_measured_in_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: runner "throughput" knew no window, and figure 3 was that of ends of runs."""
+    given: list[tuple[int, Window | None]] = []
+
+    def measure(config: EngineConfig, workload: Workload, flops: StageFlops, window: Window | None) -> Any:
+        given.append((len(workload.requests), window))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(throughput, "measure", measure)
+    path = tmp_path / "t.toml"
+    axes = '[axes]\nprofile = ["h100-ouro-1.4b"]\nworkload = ["alpaca"]\nw = [32]\n'
+    for requests in ('"short window"', '"window"', "7"):
+        path.write_text(f'runner = "throughput"\nrequests = {requests}\n{axes}')
+        with pytest.raises(ConfigError, match="enough"):
+            run_settings(read_sweep(path))
+    short, long, plain = given
+    assert short[1] == (32 * 60, 2 * 32 * 60) and short[0] > (1 + 2 + 2) * 32
+    assert long[1] == (2 * 32 * 60, 4 * 32 * 60) and long[0] > short[0]
+    assert plain == (7, None)
 
 
 def test_exits_by_name() -> None:
