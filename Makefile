@@ -46,7 +46,7 @@ bench: setup
 	$(PY) -m depthbatch bench throughput --workload alpaca --requests 200 --w 32 --policy no-refill --policy refill --policy auto
 
 # Every claim and figure of the paper that concerns serving, against ours: benchmarks/results/paper/README.md. 26 minutes
-# of processor time in as many processes as there are cores, three and a half of them waiting.
+# of processor time in as many processes as there are cores, and three and a half minutes of real processes.
 bench-paper: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
 	$(PY) -m depthbatch bench paper --fresh

@@ -78,9 +78,8 @@ def window_of(workload: str, w: int, short: bool = False) -> tuple[int, Window]:
     """A window in steady state, and requests enough to fill it. It begins after two mean outputs a slot and lasts four, or 64
     requests' worth where that is more. A ``short`` one begins after one and lasts two, for what takes real time."""
     if workload not in _MEAN_OUTPUT:
-        raise ConfigError(
-            f"sweep: requests = {WINDOW!r} needs a workload of {', '.join(_MEAN_OUTPUT)}, not {workload!r}"
-        )
+        kind = SHORT_WINDOW if short else WINDOW
+        raise ConfigError(f"sweep: requests = {kind!r} needs a workload of {', '.join(_MEAN_OUTPUT)}, not {workload!r}")
     mean = _MEAN_OUTPUT[workload]
     window = Window(w * mean, 2 * w * mean) if short else Window(2 * w * mean, max(4 * w, 64) * mean)
     count = (window.skip + window.tokens) / mean + 2 * w  # those that are running or were admitted last yield less

@@ -252,7 +252,8 @@ class StackedModel(GatelessModel):
     """LoopedModel with the work item (h,): embedding and prelude blocks, core blocks, coda blocks, head.
 
     With an ``adapter`` the core's blocks start from its product with the whole work item, of which they replace the first
-    tensor. A stage that no subclass overrides may run as one call (worker/runner/fused_stages.py). Trained exit heads read the last tensor of the work item before the loop, and the first one in it.
+    tensor. A stage that no subclass overrides may run as one call (worker/runner/fused_stages.py). Trained exit heads read the
+    last tensor of the work item before the loop, and the first one in it.
     """
 
     adapter: Linear | None = None
